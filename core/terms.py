@@ -1,0 +1,318 @@
+"""Reading a request's SLO from its body and headers, against the server's defaults.
+
+The one public function, ``read_terms``, is pure: it gets the decoded body and the headers
+and returns ``RequestTerms`` or raises ``FieldError`` with the field's name and what it takes.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from core.slo import (
+    BestEffortSlo,
+    CompoundSlo,
+    DeadlineSlo,
+    LatencySlo,
+    OnMiss,
+    RequestTerms,
+    Slo,
+)
+
+MAX_TIME_S = 366 * 24 * 3600.0
+"""Longest time a field takes: a year. Beyond that a unit was mistaken."""
+MAX_NAME_CHARS = 256
+MAX_PARENTS = 256
+
+SLO_FIELDS: dict[str, dict[str, Any]] = {
+    "target_ttft": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_TIME_S,
+        "description": "Seconds from arrival to the first token. Makes the request "
+        "latency-sensitive: token i (from 0) is on time if sent by "
+        "arrival + target_ttft + i * target_tbt.",
+    },
+    "target_tbt": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_TIME_S,
+        "description": "Seconds between tokens of a latency-sensitive answer.",
+    },
+    "deadline": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_TIME_S,
+        "description": "Seconds from arrival by which the whole answer must be complete. "
+        "With program_id: the deadline of the whole program, set by its first call.",
+    },
+    "program_id": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": MAX_NAME_CHARS,
+        "description": "Calls that share an id form one request with one deadline.",
+    },
+    "parents": {
+        "type": "array",
+        "maxItems": MAX_PARENTS,
+        "items": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+        "description": "Nodes of the program whose answers this call needed.",
+    },
+    "node": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": MAX_NAME_CHARS,
+        "description": "This call's name inside its program.",
+    },
+    "final": {"type": "boolean", "description": "True for the last call of a program."},
+    "waiting_time": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_TIME_S,
+        "description": "Seconds; the request is dropped (503) if not first scheduled by then.",
+    },
+    "on_miss": {
+        "type": "string",
+        "enum": [choice.value for choice in OnMiss],
+        "description": "What becomes of a deadline or compound request whose deadline has "
+        "passed: finish (served as best-effort) or cancel (ends with what it has).",
+    },
+}
+"""JSON schemas of the body fields, by name: what is validated and what OpenAPI shows."""
+
+_MS_HEADERS: dict[str, str] = {
+    "x-llm-d-slo-ttft-ms": "target_ttft",
+    "x-slo-ttft-ms": "target_ttft",
+    "x-llm-d-slo-tpot-ms": "target_tbt",
+    "x-slo-tpot-ms": "target_tbt",
+    "x-llm-d-inference-ttl": "deadline",
+}
+_NAME_HEADERS: dict[str, str] = {"x-dynamo-session-id": "program_id"}
+TENANT_HEADER = "x-llm-d-inference-fairness-id"
+HEADERS: tuple[str, ...] = (*_MS_HEADERS, *_NAME_HEADERS, TENANT_HEADER)
+
+
+class FieldError(ValueError):
+    """A field of a request is wrong. ``field`` is its name as the sender wrote it."""
+
+    def __init__(self, field: str, takes: str) -> None:
+        super().__init__(f"{field}: {takes}")
+        self.field = field
+        self.takes = takes
+
+
+class SloDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request without SLO fields gets. Times in seconds."""
+
+    target_ttft: float = 5.0
+    """Time to first token of a latency-sensitive request that gives only target_tbt."""
+    target_tbt: float = 0.2
+    """Time between tokens of a latency-sensitive request that gives only target_ttft."""
+    deadline: float = 60.0
+    """Deadline of a program's first call that gives none."""
+    best_effort_deadline: float = 600.0
+    """By when a best-effort request should be done; it is never dropped for it."""
+    waiting_time: float | None = None
+    """Drop a request not first scheduled within this time; none by default."""
+    on_miss: OnMiss = OnMiss.FINISH
+    streaming_is_latency_sensitive: bool = True
+    """Whether a streamed request without SLO fields is latency-sensitive or best-effort."""
+
+    def __post_init__(self) -> None:
+        for name in ("target_ttft", "target_tbt", "deadline", "best_effort_deadline"):
+            _seconds(name, getattr(self, name))
+        if self.waiting_time is not None:
+            _seconds("waiting_time", self.waiting_time)
+
+
+class ProgramDeadlines:
+    """Absolute deadlines of running programs, by tenant and id; the first call sets one.
+
+    Bounded: the least recently used program is forgotten first, so a program that goes
+    quiet while very many others are active may get a new deadline.
+    """
+
+    def __init__(self, max_programs: int = 10_000) -> None:
+        self._deadline_at_s: dict[tuple[str, str], float] = {}
+        self._max_programs = max_programs
+
+    def deadline_at_s(self, tenant: str, program_id: str, first_call_at_s: float) -> float:
+        """The program's deadline; ``first_call_at_s`` where this is its first call."""
+        key = (tenant, program_id)
+        at_s = self._deadline_at_s.pop(key, first_call_at_s)
+        self._deadline_at_s[key] = at_s
+        while len(self._deadline_at_s) > self._max_programs:
+            del self._deadline_at_s[next(iter(self._deadline_at_s))]
+        return at_s
+
+    def close(self, tenant: str, program_id: str) -> None:
+        """Forget a program: its final call has arrived."""
+        self._deadline_at_s.pop((tenant, program_id), None)
+
+    def __len__(self) -> int:
+        return len(self._deadline_at_s)
+
+
+class _Named(NamedTuple):
+    """A value and the name under which the sender gave it."""
+
+    name: str
+    value: Any
+
+
+def read_terms(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    defaults: SloDefaults,
+    programs: ProgramDeadlines,
+    now_s: float,
+    tenant: str = "",
+) -> RequestTerms:
+    """The terms of the request that arrived at ``now_s``.
+
+    Args:
+        body: the decoded JSON body; only names in ``SLO_FIELDS``, ``stream`` and ``user`` count.
+        headers: lower-case names; the aliases in ``HEADERS`` win over the body.
+        tenant: who is asking, where neither a header nor ``user`` says.
+
+    Raises:
+        FieldError: a value is not what its field takes, or two fields contradict each other.
+    """
+    given = _gather(body, headers)
+    tenant = _tenant(body, headers, tenant)
+    waiting = given.get("waiting_time")
+    on_miss = given.get("on_miss")
+    return RequestTerms(
+        arrival_s=now_s,
+        slo=_slo(given, bool(body.get("stream")), defaults, programs, now_s, tenant),
+        waiting_time_s=defaults.waiting_time if waiting is None else _seconds(*waiting),
+        on_miss=defaults.on_miss if on_miss is None else _on_miss(*on_miss),
+        tenant=tenant,
+    )
+
+
+def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _Named]:
+    given = {name: _Named(name, body[name]) for name in SLO_FIELDS if body.get(name) is not None}
+    for header, field in _MS_HEADERS.items():
+        if header in headers:
+            given[field] = _Named(header, _milliseconds(header, headers[header]) / 1000)
+    for header, field in _NAME_HEADERS.items():
+        if header in headers:
+            given[field] = _Named(header, headers[header])
+    return given
+
+
+def _slo(
+    given: Mapping[str, _Named],
+    is_stream: bool,
+    defaults: SloDefaults,
+    programs: ProgramDeadlines,
+    now_s: float,
+    tenant: str,
+) -> Slo:
+    latency = given.get("target_ttft") or given.get("target_tbt")
+    deadline = given.get("deadline")
+    program = given.get("program_id")
+    for name in ("parents", "node", "final"):
+        if name in given and program is None:
+            raise FieldError(name, "belongs to a program; give program_id too")
+    if latency is not None and (deadline or program) is not None:
+        other = (deadline or program or latency).name
+        raise FieldError(
+            latency.name,
+            f"cannot be combined with {other}: a request is either latency-sensitive "
+            "(target_ttft, target_tbt) or has a deadline",
+        )
+    if program is not None:
+        return _compound(given, defaults, programs, now_s, tenant)
+    if deadline is not None:
+        return DeadlineSlo(_seconds(*deadline))
+    if latency is not None or (is_stream and defaults.streaming_is_latency_sensitive):
+        ttft = given.get("target_ttft", _Named("target_ttft", defaults.target_ttft))
+        tbt = given.get("target_tbt", _Named("target_tbt", defaults.target_tbt))
+        return LatencySlo(_seconds(*ttft), _seconds(*tbt))
+    return BestEffortSlo(defaults.best_effort_deadline)
+
+
+def _compound(
+    given: Mapping[str, _Named],
+    defaults: SloDefaults,
+    programs: ProgramDeadlines,
+    now_s: float,
+    tenant: str,
+) -> CompoundSlo:
+    program_id = _name(*given["program_id"])
+    deadline = given.get("deadline", _Named("deadline", defaults.deadline))
+    parents = _parents(*given["parents"]) if "parents" in given else ()
+    node = _name(*given["node"]) if "node" in given else ""
+    is_final = _boolean(*given["final"]) if "final" in given else False
+    # Validate everything first: a refused call must not open a program.
+    at_s = programs.deadline_at_s(tenant, program_id, now_s + _seconds(*deadline))
+    if is_final:
+        programs.close(tenant, program_id)
+    return CompoundSlo(at_s - now_s, program_id, parents, node, is_final)
+
+
+def _tenant(body: Mapping[str, Any], headers: Mapping[str, str], fallback: str) -> str:
+    if TENANT_HEADER in headers:
+        return _name(TENANT_HEADER, headers[TENANT_HEADER])
+    user = body.get("user")
+    return user[:MAX_NAME_CHARS] if isinstance(user, str) and user else fallback
+
+
+def _seconds(name: str, value: Any) -> float:
+    takes = f"takes a number of seconds above 0 and at most {MAX_TIME_S:.0f}"
+    return _bounded(name, value, MAX_TIME_S, takes)
+
+
+def _milliseconds(name: str, text: str) -> float:
+    takes = f"takes a number of milliseconds above 0 and at most {MAX_TIME_S * 1000:.0f}"
+    try:
+        value = float(text)
+    except ValueError:
+        raise FieldError(name, f"{takes}, got {_shown(text)}") from None
+    return _bounded(name, value, MAX_TIME_S * 1000, takes)
+
+
+def _bounded(name: str, value: Any, most: float, takes: str) -> float:
+    # A bool is an int to Python, never a time to a sender.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(name, f"{takes}, got {_shown(value)}")
+    if not (math.isfinite(value) if isinstance(value, float) else True) or not 0 < value <= most:
+        raise FieldError(name, f"{takes}, got {_shown(value)}")
+    return float(value)
+
+
+def _name(name: str, value: Any) -> str:
+    takes = f"takes a string of 1 to {MAX_NAME_CHARS} characters"
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise FieldError(name, f"{takes}, got {_shown(value)}")
+    return value
+
+
+def _parents(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_PARENTS:
+        raise FieldError(name, f"takes a list of at most {MAX_PARENTS} node names")
+    return tuple(_name(f"{name}[{index}]", parent) for index, parent in enumerate(value))
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(name, f"takes true or false, got {_shown(value)}")
+    return value
+
+
+def _on_miss(name: str, value: Any) -> OnMiss:
+    try:
+        return OnMiss(value)
+    except ValueError:
+        choices = " or ".join(f'"{choice.value}"' for choice in OnMiss)
+        raise FieldError(name, f"takes {choices}, got {_shown(value)}") from None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return "a huge integer"  # Python refuses to print the hugest
+    text = f"{value!r:.200}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

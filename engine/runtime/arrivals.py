@@ -1,0 +1,60 @@
+"""What the scheduler needs to know of an SGLang request when it arrives."""
+
+import math
+from typing import Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+
+from core.slo import BestEffortSlo, LatencySlo, RequestTerms
+from core.terms import SloDefaults
+from engine.runtime import wire
+
+
+def terms_of(req: Req, defaults: SloDefaults, now_s: float) -> RequestTerms:
+    """The terms its sender agreed to, or the defaults for routes that carry none."""
+    terms = wire.detach(req.sampling_params.custom_params)
+    if terms is not None:
+        return terms
+    if req.stream and defaults.streaming_is_latency_sensitive and not is_health_check(req):
+        return RequestTerms(now_s, LatencySlo(defaults.target_ttft, defaults.target_tbt))
+    return RequestTerms(now_s, BestEffortSlo(defaults.best_effort_deadline))
+
+
+def arrival_arguments(req: Req) -> dict[str, Any]:
+    """Keyword arguments of ``FrameManager.arrive`` for ``req``."""
+    params = req.sampling_params
+    limit = params.max_new_tokens
+    return {
+        "input_tokens": len(req.origin_input_ids),
+        "max_output_tokens": limit if limit is not None and limit < math.inf else 1 << 30,
+        "min_output_tokens": params.min_new_tokens if not params.ignore_eos else limit or 0,
+        "is_pinned": is_pinned(req),
+        # A refused request runs one token to be answered; a health check must not queue.
+        "is_urgent": is_health_check(req) or is_refused(req),
+    }
+
+
+def is_health_check(req: Req) -> bool:
+    return bool(req.rid.startswith(HEALTH_CHECK_RID_PREFIX))
+
+
+def is_refused(req: Req) -> bool:
+    """SGLang has already decided to abort it and only needs a step to say so."""
+    return isinstance(req.finished_reason, FINISH_ABORT) or isinstance(req.to_finish, FINISH_ABORT)
+
+
+def is_pinned(req: Req) -> bool:
+    """State that SGLang keeps per batch row or per session and that a move would lose.
+
+    Penalties count the tokens seen by the row, a token behind under the overlap schedule;
+    beam members share rows; a streaming session owns its row.
+    """
+    params = req.sampling_params
+    has_penalty = (
+        params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or params.repetition_penalty != 1
+        or params.min_new_tokens > 0
+    )
+    return has_penalty or req.beam_group is not None or req.session is not None

@@ -1,0 +1,208 @@
+"""The command line: ours, quick to read, in front of all of SGLang's own flags."""
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import yaml
+
+from engine.runtime.settings import STOCK_POLICY, Settings, SloConfig
+from scheduler.frame import SchedulerConfig
+from scheduler.policies import POLICIES
+
+DEFAULT_PORT = 30000
+DEFAULT_HOST = "127.0.0.1"
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be; one sentence for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error in one line; SGLang has hundreds of flags and argparse lists them all."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        if message.startswith("unrecognized arguments:"):
+            flag = next((word for word in message.split() if word.startswith("--")), "")
+            close = difflib.get_close_matches(flag.split("=")[0], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; --help lists all"
+            message += hint
+        self.exit(2, f"launch.py: error: {message}\n")
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """Our flags, with units and defaults in the help."""
+    config = SchedulerConfig()
+    group = parser.add_argument_group("JITServe")
+    group.add_argument(
+        "--policy",
+        choices=[*POLICIES, STOCK_POLICY],
+        default=config.policy,
+        help="who decides what runs; sglang: SGLang's own scheduler (default: %(default)s)",
+    )
+    group.add_argument(
+        "--frame-steps",
+        type=int,
+        default=config.frame_steps,
+        metavar="STEPS",
+        help="decode steps in a frame, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--frame-seconds",
+        type=float,
+        default=config.frame_s,
+        metavar="SECONDS",
+        help="length of a frame in seconds, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-batch",
+        type=int,
+        default=None,
+        metavar="REQUESTS",
+        help="requests that run together, at most; further ones up to SGLang's "
+        "--max-running-requests may rest with their KV resident "
+        "(default: half of --max-running-requests)",
+    )
+    group.add_argument(
+        "--max-decode-pause",
+        type=float,
+        default=config.max_decode_pause_s,
+        metavar="SECONDS",
+        help="seconds for which prefill may keep running requests from decoding, about "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--length-quantile",
+        type=float,
+        default=config.length_quantile,
+        metavar="FRACTION",
+        help="quantile of an answer's length used as its upper bound (default: %(default)s)",
+    )
+    group.add_argument(
+        "--slo-config",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="YAML file of default SLOs: sections default, models, tenants, routes; "
+        "times in seconds (default: built-in defaults, see docs/metrics.md)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM or Ctrl-C: how long running requests may finish (default: %(default)s)",
+    )
+    group.add_argument(
+        "--test-force-moves-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="for tests: park and preempt running requests every so many steps; 0: never "
+        "(default: %(default)s)",
+    )
+
+
+def own_settings(args: argparse.Namespace) -> Settings:
+    """The settings that our flags describe. Raises UsageError naming the flag."""
+    is_stock = args.policy == STOCK_POLICY
+    if args.max_batch is not None and args.max_batch < 1:
+        raise UsageError(f"--max-batch must be at least 1, got {args.max_batch}")
+    if args.test_force_moves_every < 0:
+        raise UsageError("--test-force-moves-every must be 0 or more")
+    if not 0 <= args.drain_seconds < float("inf"):
+        raise UsageError("--drain-seconds must be a number of seconds, 0 or more")
+    try:
+        scheduler = SchedulerConfig(
+            policy=SchedulerConfig().policy if is_stock else args.policy,
+            frame_steps=args.frame_steps,
+            frame_s=args.frame_seconds,
+            length_quantile=args.length_quantile,
+            max_decode_pause_s=args.max_decode_pause,
+        )
+    except ValueError as error:
+        raise UsageError(f"a scheduler flag is wrong: {error}") from error
+    return Settings(
+        policy=args.policy,
+        scheduler=scheduler,
+        slo=read_slo_config(args.slo_config),
+        max_batch=args.max_batch,
+        force_moves_every=args.test_force_moves_every,
+    )
+
+
+def read_slo_config(path: Path | None) -> SloConfig:
+    """Read the file of ``--slo-config``. Raises UsageError saying what is wrong in it."""
+    if path is None:
+        return SloConfig()
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--slo-config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(f"--slo-config {path}: not valid YAML: {line}") from error
+    try:
+        return msgspec.convert(data or {}, SloConfig)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(f"--slo-config {path}: {error}") from error
+
+
+def model_argument(args: argparse.Namespace, rest: list[str]) -> tuple[str | None, list[str]]:
+    """Take ``--model`` (or SGLang's ``--model-path``) out of ``rest``."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", "--model-path", dest="model", default=None)
+    found, rest = parser.parse_known_args(rest)
+    return found.model, rest
+
+
+def check_supported(server_args: Any, settings: Settings) -> None:
+    """Refuse what our scheduler cannot serve yet. Raises UsageError with a sentence.
+
+    Args:
+        server_args: SGLang's parsed ``ServerArgs``.
+    """
+    if server_args.tokenizer_worker_num != 1:
+        raise UsageError(
+            "--tokenizer-worker-num above 1 is not supported: SLOs of programs "
+            "are kept in one HTTP process"
+        )
+    if settings.is_stock:
+        return
+    refused = [sentence for is_asked, sentence in _unsupported(server_args) if is_asked]
+    if refused:
+        raise UsageError(
+            f"{refused[0]} is not supported with --policy {settings.policy} yet; "
+            "use --policy sglang for SGLang's own scheduler"
+        )
+
+
+def _unsupported(args: Any) -> list[tuple[bool, str]]:
+    return [
+        (args.speculative_algorithm is not None, "speculative decoding (--speculative-algorithm)"),
+        (args.pp_size > 1, "pipeline parallelism (--pp-size above 1)"),
+        (args.disaggregation_mode != "null", "PD disaggregation (--disaggregation-mode)"),
+        (args.enable_dp_attention, "DP attention (--enable-dp-attention)"),
+        (getattr(args, "enable_pdmux", False), "PD multiplexing (--enable-pdmux)"),
+        (
+            getattr(args, "dllm_algorithm", None) is not None,
+            "diffusion decoding (--dllm-algorithm)",
+        ),
+        (getattr(args, "enable_hisparse", False), "HiSparse (--enable-hisparse)"),
+        (
+            args.enable_priority_scheduling,
+            "SGLang's priority scheduling (--enable-priority-scheduling)",
+        ),
+        (args.schedule_policy != "fcfs", "an order of SGLang's own (--schedule-policy)"),
+        (bool(getattr(args, "enable_lora", False)), "LoRA (--enable-lora)"),
+        (getattr(args, "nnodes", 1) > 1, "more than one node (--nnodes above 1)"),
+    ]
+
+
+def print_error(message: str) -> None:
+    """One clear line for the user."""
+    sys.stderr.write(f"launch.py: error: {message}\n")

@@ -1,0 +1,480 @@
+"""SGLang's scheduler with the frame manager in charge of what runs.
+
+``FrameScheduler`` replaces SGLang's ``Scheduler`` in every scheduler process. Each loop of
+SGLang asks ``get_new_batch_prefill`` for a batch to prefill; there we tick the
+``FrameManager``, carry out its plan on the running batch, and let SGLang prefill what the
+plan admits. Everything else (prefix cache, chunking, overlap, streaming, grammars) is
+SGLang's own code.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.runtime_context import get_parallel
+
+from core.clock import MonotonicClock
+from engine.runtime import arrivals, batches
+from engine.runtime.drops import drop_message
+from engine.runtime.settings import Settings, from_environment
+from engine.runtime.step_timer import StepTimer
+from scheduler.frame import FrameManager
+from scheduler.lifecycle import RequestState
+from scheduler.plan import EngineCapacity, FramePlan
+from scheduler.step_time import StepObservation
+
+logger = logging.getLogger(__name__)
+
+
+class ClockTick(msgspec.Struct, frozen=True):
+    """Rank 0's time and step durations, broadcast so that every rank decides alike."""
+
+    now_s: float
+    steps: tuple[StepObservation, ...]
+
+
+class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLang is untyped
+    """The adapter between SGLang's event loop and the pure frame manager."""
+
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        settings = from_environment()
+        if settings is None:
+            raise RuntimeError("the frame scheduler was started without its settings")
+        self._settings: Settings = settings
+        self._clock = MonotonicClock()
+        self._tick: ClockTick | None = None
+        self._frames = FrameManager(settings.scheduler)
+        self._parked: ScheduleBatch | None = None
+        self._reqs: dict[str, Req] = {}
+        """Live SGLang requests by the id under which the frame manager knows them."""
+        self._admissions: tuple[str, ...] = ()
+        self._was_prefill = False
+        self._abort_only: str | None = None
+        self._steps_since_forced_move = 0
+        super().__init__(server_args, port_args)
+        self._timer = StepTimer(self._clock, is_synchronous=self.device == "cpu")
+        self._max_batch: int = min(
+            settings.max_batch or self.max_running_requests, self.max_running_requests
+        )
+
+    # Time.
+
+    def _now_s(self) -> float:
+        return self._tick.now_s if self._tick is not None else self._clock.now_s()
+
+    def _poll_timeout_aborts(self) -> list[Any]:
+        """SGLang's waiting timeout, for requests that have not started yet, and our clock tick."""
+        with self._only_fresh_requests_waiting():
+            local: list[Any] = super()._poll_timeout_aborts()
+        if get_parallel().tp_size > 1:
+            local.append(ClockTick(self._clock.now_s(), self._timer.take()))
+        return local
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        for recv_req in recv_reqs:
+            if isinstance(recv_req, ClockTick):
+                self._tick = recv_req
+                for step in recv_req.steps:
+                    self._frames.observe_step(step)
+        super().process_input_requests([r for r in recv_reqs if not isinstance(r, ClockTick)])
+        # The loop is alive: say so now and not when a long prefill has ended.
+        while self.return_health_check_ipcs and self._timer.is_making_progress():
+            self.maybe_send_health_check_signal()
+
+    # Arrivals and ends.
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        """A new request, or one that comes back after it lost its KV.
+
+        One that comes back keeps its arrival order and is not subject to the queue limit:
+        its client has already been given tokens.
+        """
+        key = getattr(req, "frame_key", None)
+        if key is None or key not in self._reqs:
+            num_waiting = len(self.waiting_queue)
+            super()._add_request_to_queue(req, is_retracted)
+            if self.waiting_queue and self.waiting_queue[-1] is req:
+                self._register(req)
+            if len(self.waiting_queue) != num_waiting + 1:
+                self._forget_vanished()
+            return
+        record = self._frames.get(key)
+        if record is not None and record.holds_kv:
+            self._frames.preempted(key)
+        req.storage_prefetch_retry_attempts = 0
+        req.storage_prefetch_last_match_len = None
+        req.staged_prefetch_plan = None
+        self.waiting_queue.append(req)
+        req.time_stats.set_wait_queue_entry_time()
+
+    def _register(self, req: Req) -> None:
+        key = req.rid
+        # A client may reuse the id of a request whose last step is still in flight.
+        while key in self._reqs:
+            key += "'"
+        req.frame_key = key
+        self._reqs[key] = req
+        terms = arrivals.terms_of(req, self._settings.slo.default, self._now_s())
+        self._frames.arrive(key, terms, **arrivals.arrival_arguments(req))
+
+    def _forget(self, key: str, state: RequestState) -> None:
+        self._frames.ended(key, state)
+        self._reqs.pop(key, None)
+
+    def _forget_vanished(self) -> None:
+        """Close the records of requests that SGLang ended on a path of its own."""
+        present = {getattr(req, "frame_key", None) for req in self._present_reqs()}
+        for key in [key for key in self._reqs if key not in present]:
+            self._forget(key, RequestState.ABORTED)
+
+    def _present_reqs(self) -> Iterator[Req]:
+        yield from self.waiting_queue
+        yield from self.running_batch.reqs
+        if self._parked is not None:
+            yield from self._parked.reqs
+        if self.last_batch is not None:
+            yield from self.last_batch.reqs
+        if self.cur_batch_for_debug is not None:
+            yield from self.cur_batch_for_debug.reqs
+        for batch, _ in self.result_queue:
+            yield from batch.reqs
+        if self.chunked_req is not None:
+            yield self.chunked_req
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        self._timer.step_processed(batch)
+        if get_parallel().tp_size == 1:
+            for step in self._timer.take():
+                self._frames.observe_step(step)
+        for req in batch.reqs:
+            key = getattr(req, "frame_key", None)
+            if key is None or key not in self._reqs:
+                continue
+            if req.finished():
+                is_abort = isinstance(req.finished_reason, FINISH_ABORT)
+                self._frames.progressed(key, len(req.output_ids))
+                self._forget(key, RequestState.ABORTED if is_abort else RequestState.FINISHED)
+            else:
+                self._frames.progressed(key, len(req.output_ids))
+
+    def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        self._timer.step_launched(batch)
+        result = super().run_batch(batch, *args, **kwargs)
+        self._timer.step_returned(batch)
+        return result
+
+    # The plan, carried out.
+
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
+        now_s = self._now_s()
+        if self._parked is not None:
+            self._parked.filter_batch()
+            running_batch = self._resume_the_ending(running_batch)
+        in_flight = self._just_prefilled()
+        moved: set[str] = set()
+        plan = self._frames.tick(now_s, self._capacity())
+        if plan is not None:
+            self._forget_vanished()
+            running_batch = self._carry_out(plan, running_batch, in_flight, moved)
+        if self._settings.force_moves_every:
+            running_batch = self._force_moves(running_batch, in_flight, moved)
+        # SGLang clears this flag only where a request leaves; we change the batch elsewhere too.
+        running_batch.batch_is_full = False
+        if not self._frames.may_prefill(now_s, len(running_batch.reqs), self._was_prefill):
+            self._was_prefill = False
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        next_plan = self._prefill(running_batch, moved, now_s)
+        self._was_prefill = next_plan.batch_to_run is not None
+        return next_plan
+
+    def _capacity(self) -> EngineCapacity:
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        return EngineCapacity(
+            max_batch=self._max_batch,
+            free_kv_tokens=int(free),
+            total_kv_tokens=int(self.max_total_num_tokens),
+            free_slots=int(self.req_to_token_pool.available_size()),
+        )
+
+    def _just_prefilled(self) -> set[str]:
+        """Requests whose prefill result may still be in flight: they are not moved this step."""
+        last = self.last_batch
+        if last is None or not last.forward_mode or not last.forward_mode.is_extend():
+            return set()
+        return {getattr(req, "frame_key", "") for req in last.reqs}
+
+    def _carry_out(
+        self,
+        plan: FramePlan,
+        running_batch: ScheduleBatch,
+        in_flight: set[str],
+        moved: set[str],
+    ) -> ScheduleBatch:
+        """Do the plan's moves; what cannot be moved in this step stays as it is."""
+        for ending in plan.drop:
+            self._end_waiting(ending.request_id, ending.reason, RequestState.DROPPED)
+        for ending in plan.cancel:
+            self._cancel(ending.request_id, ending.reason)
+        self._preempt(set(plan.preempt) - in_flight, running_batch, moved)
+        self._park(set(plan.park) - in_flight, running_batch)
+        running_batch = self._resume(plan.resume, running_batch)
+        self._admissions = plan.admit
+        return running_batch
+
+    def _preempt(self, keys: set[str], running_batch: ScheduleBatch, moved: set[str]) -> None:
+        """Take the KV of running or parked requests and queue them again."""
+        if not keys:
+            return
+        for batch in (running_batch, self._parked):
+            if batch is None:
+                continue
+            indices = batches.indices_where(batch, lambda req: req.frame_key in keys)
+            leaving = [batch.reqs[index] for index in indices if not batch.reqs[index].finished()]
+            batch.filter_batch(reqs_to_exclude=leaving)
+            for req in leaving:
+                batches.release_kv(req, self.tree_cache)
+                self._add_request_to_queue(req, is_retracted=True)
+                # Its last step may be in flight: SGLang drops that result only until the
+                # request is prefilled again, so not in this same step.
+                moved.add(req.frame_key)
+
+    def _park(self, keys: set[str], running_batch: ScheduleBatch) -> None:
+        indices = batches.indices_where(
+            running_batch, lambda req: req.frame_key in keys and not req.finished()
+        )
+        if not indices:
+            return
+        piece = batches.split_off(running_batch, indices)
+        for req in piece.reqs:
+            self._frames.parked(req.frame_key)
+        self._parked = batches.join(self._parked, piece)
+
+    def _resume(self, keys: tuple[str, ...], running_batch: ScheduleBatch) -> ScheduleBatch:
+        if self._parked is None or not keys:
+            return running_batch
+        wanted = set(keys)
+        indices = batches.indices_where(self._parked, lambda req: req.frame_key in wanted)
+        room = self._max_batch - len(running_batch.reqs)
+        indices = indices[: max(room, 0)]
+        return self._resume_at(indices, running_batch)
+
+    def _resume_at(self, indices: list[int], running_batch: ScheduleBatch) -> ScheduleBatch:
+        if self._parked is None or not indices:
+            return running_batch
+        piece = batches.split_off(self._parked, indices)
+        for req in piece.reqs:
+            self._frames.resumed(req.frame_key)
+        if self._parked.is_empty():
+            self._parked = None
+        return batches.join(running_batch, piece)
+
+    def _resume_the_ending(self, running_batch: ScheduleBatch) -> ScheduleBatch:
+        """A parked request that must end needs one more step, as every running one does."""
+        parked = self._parked
+        if parked is None:
+            return running_batch
+        if parked.is_empty():
+            self._parked = None
+            return running_batch
+        indices = batches.indices_where(parked, lambda req: req.to_finish is not None)
+        return self._resume_at(indices, running_batch)
+
+    def _force_moves(
+        self, running_batch: ScheduleBatch, in_flight: set[str], moved: set[str]
+    ) -> ScheduleBatch:
+        """Testing: whatever the policy thinks, park one request and preempt another now and then."""
+        self._steps_since_forced_move += 1
+        if self._steps_since_forced_move < self._settings.force_moves_every:
+            return running_batch
+        self._steps_since_forced_move = 0
+        if self._parked is not None:
+            running_batch = self._resume_at([0], running_batch)
+        movable = [
+            req.frame_key
+            for req in running_batch.reqs
+            if req.frame_key not in in_flight and not arrivals.is_pinned(req) and not req.finished()
+        ]
+        if len(movable) >= 2:
+            self._park({movable[0]}, running_batch)
+        if len(movable) >= 3:
+            self._preempt({movable[-1]}, running_batch, moved)
+            self._admissions = (movable[-1], *self._admissions)
+        return running_batch
+
+    def _prefill(
+        self, running_batch: ScheduleBatch, moved: set[str], now_s: float
+    ) -> NextBatchPlan:
+        """Let SGLang prefill what the plan admits, in its order, as far as there is room."""
+        rank = {key: position for position, key in enumerate(self._admissions)}
+        room = self._max_batch - len(running_batch.reqs) - (self.chunked_req is not None)
+        admitted = [
+            req
+            for req in self.waiting_queue
+            if req.frame_key in rank and req.frame_key not in moved
+        ]
+        admitted.sort(key=lambda req: rank[req.frame_key])
+        admitted = admitted[: max(room, 0)]
+        chosen = {id(req) for req in admitted}
+        held = [req for req in self.waiting_queue if id(req) not in chosen]
+        self.waiting_queue = admitted
+        try:
+            next_plan = super().get_new_batch_prefill(running_batch)
+        finally:
+            self.waiting_queue = held + self.waiting_queue
+        if next_plan.batch_to_run is not None:
+            for req in next_plan.batch_to_run.reqs:
+                record = self._frames.get(getattr(req, "frame_key", ""))
+                if record is not None and not record.holds_kv:
+                    self._frames.started(req.frame_key, now_s)
+        return next_plan
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        """Under KV pressure give up the KV that the policy values least, parked first."""
+        if not self._reqs_finishing_inflight(batch) and not batch.check_decode_mem():
+            moved: set[str] = set()
+            for key in self._frames.victims(self._now_s(), self._capacity()):
+                is_last = len(batch.reqs) == 1 and batch.reqs[0].frame_key == key
+                if is_last or batch.check_decode_mem():
+                    break
+                self._preempt({key}, batch, moved)
+        return super().update_running_batch(batch)
+
+    # Ending requests on our own account.
+
+    def _end_waiting(self, key: str, reason: str, state: RequestState) -> None:
+        """End a request that holds no KV; its client gets the reason."""
+        req = self._reqs.get(key)
+        if req is None or req not in self.waiting_queue:
+            return
+        self.waiting_queue.remove(req)
+        self._release_aborted_request(req)
+        self.beam_coordinator.retire_group(req)
+        finished_reason: dict[str, Any] = {"type": "abort", "message": reason}
+        if state is RequestState.DROPPED:
+            finished_reason["message"] = drop_message(reason)
+            finished_reason["status_code"] = HTTPStatus.SERVICE_UNAVAILABLE
+        abort = sglang_scheduler._make_abort_req(req, finished_reason=finished_reason)
+        self.send_abort_output(abort, req)
+        self._forget(key, state)
+
+    def _cancel(self, key: str, reason: str) -> None:
+        """End a started request with what it has."""
+        req = self._reqs.get(key)
+        record = self._frames.get(key)
+        if req is None or record is None:
+            return
+        if record.state is RequestState.PREEMPTED:
+            self._end_waiting(key, reason, RequestState.ABORTED)
+        elif req is not self.chunked_req and req.to_finish is None:
+            req.to_finish = FINISH_ABORT(reason)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """Abort exactly the request of that id. SGLang would take it as a prefix of ids."""
+        if recv_req.abort_all:
+            super().abort_request(recv_req)
+        else:
+            with self._only_waiting_with(recv_req.rid):
+                super().abort_request(recv_req)
+        self._forget_vanished()
+
+    @contextlib.contextmanager
+    def _only_waiting_with(self, rid: str) -> Iterator[None]:
+        """Hide every request but ``rid`` from SGLang's prefix match."""
+        waiting, chunked = self.waiting_queue, self.chunked_req
+        grammar = self.grammar_manager.grammar_queue
+        hidden_waiting = [req for req in waiting if req.rid != rid]
+        hidden_grammar = [req for req in grammar if req.rid != rid]
+        self.waiting_queue = [req for req in waiting if req.rid == rid]
+        self.grammar_manager.grammar_queue = [req for req in grammar if req.rid == rid]
+        self._abort_only = rid
+        if chunked is not None and chunked.rid != rid:
+            self.chunked_req = None
+        try:
+            yield
+        finally:
+            self.waiting_queue = hidden_waiting + self.waiting_queue
+            self.grammar_manager.grammar_queue = hidden_grammar + list(
+                self.grammar_manager.grammar_queue
+            )
+            self.chunked_req = chunked
+            self._abort_only = None
+
+    def collect_inflight_reqs(self) -> set[Req]:
+        reqs: set[Req] = super().collect_inflight_reqs()
+        if self._abort_only is None:
+            return reqs
+        return {req for req in reqs if req.rid == self._abort_only}
+
+    def _collect_inflight_batches(self) -> list[ScheduleBatch | None]:
+        return [*super()._collect_inflight_batches(), self._parked]
+
+    def _abort_on_queued_limit(self, recv_req: Req) -> bool:
+        with self._only_fresh_requests_waiting():
+            return bool(super()._abort_on_queued_limit(recv_req))
+
+    @contextlib.contextmanager
+    def _only_fresh_requests_waiting(self) -> Iterator[None]:
+        """Hide preempted requests from limits that are meant for those never started."""
+        started = [req for req in self.waiting_queue if req.retraction_count]
+        if not started:
+            yield
+            return
+        self.waiting_queue = [req for req in self.waiting_queue if not req.retraction_count]
+        try:
+            yield
+        finally:
+            self.waiting_queue = started + self.waiting_queue
+
+    # SGLang's own bookkeeping, told about parked requests.
+
+    def pause_generation(self, recv_req: Any) -> None:
+        if self._parked is not None and recv_req.mode == "retract":
+            every = list(range(len(self._parked.reqs)))
+            self.running_batch = self._resume_at(every, self.running_batch)
+        super().pause_generation(recv_req)
+
+    def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
+        has_parked = self._parked is not None and not self._parked.is_empty()
+        return not has_parked and bool(super().is_fully_idle(*args, **kwargs))
+
+    def init_invariant_checker(self) -> None:
+        super().init_invariant_checker()
+        self.invariant_checker.get_running_batch = self._running_and_parked
+
+    def _running_and_parked(self) -> Any:
+        if self._parked is None:
+            return self.running_batch
+        return SimpleNamespace(reqs=[*self.running_batch.reqs, *self._parked.reqs])
+
+    def get_internal_state(self, recv_req: Any) -> GetInternalStateReqOutput:
+        output = super().get_internal_state(recv_req)
+        output.internal_state["jitserve"] = self._state()
+        return output
+
+    def _state(self) -> dict[str, Any]:
+        frames = self._frames
+        return {
+            "policy": self._settings.policy,
+            "num_running": frames.count(RequestState.RUNNING),
+            "num_parked": frames.count(RequestState.PARKED),
+            "num_waiting": frames.count(RequestState.WAITING)
+            + len(self.grammar_manager.grammar_queue),
+            "num_preempted": frames.count(RequestState.PREEMPTED),
+            "free_kv_tokens": int(self.token_to_kv_pool_allocator.available_size()),
+            "evictable_kv_tokens": int(self.tree_cache.evictable_size()),
+            "total_kv_tokens": int(self.max_total_num_tokens),
+            "free_request_slots": int(self.req_to_token_pool.available_size()),
+            "total_request_slots": int(self.req_to_token_pool.size),
+            "max_batch": self._max_batch,
+            "arrived": frames.num_arrived,
+            "ended": {state.value: count for state, count in frames.num_ended.items()},
+            "step_time_coefficients_s": list(frames.step_time.coefficients),
+        }

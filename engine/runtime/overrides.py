@@ -1,0 +1,84 @@
+"""Every SGLang name that we replace or wrap, in one place.
+
+``tests/unit/test_sglang_contract.py`` checks that each of them, and each name that
+``USED_NAMES`` lists, is where the pinned version has it.
+"""
+
+from typing import Any
+
+from engine.runtime import answers, sampling_guard
+from engine.runtime.settings import Settings
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+
+OVERRIDDEN_METHODS: tuple[str, ...] = (
+    "_abort_on_queued_limit",
+    "_add_request_to_queue",
+    "_collect_inflight_batches",
+    "_poll_timeout_aborts",
+    "abort_request",
+    "collect_inflight_reqs",
+    "get_internal_state",
+    "get_new_batch_prefill",
+    "init_invariant_checker",
+    "is_fully_idle",
+    "pause_generation",
+    "process_batch_result",
+    "process_input_requests",
+    "run_batch",
+    "update_running_batch",
+)
+"""Methods of SGLang's ``Scheduler`` that ``FrameScheduler`` overrides."""
+
+USED_METHODS: tuple[str, ...] = (
+    "_release_aborted_request",
+    "_reqs_finishing_inflight",
+    "maybe_send_health_check_signal",
+    "send_abort_output",
+)
+"""Methods of SGLang's ``Scheduler`` that ``FrameScheduler`` calls."""
+
+USED_NAMES: tuple[str, ...] = (
+    SCHEDULER,
+    GENERATE_REQUEST,
+    VERIFY_SAMPLING,
+    "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
+    "sglang.srt.entrypoints.http_server.app",
+    "sglang.srt.entrypoints.http_server.launch_server",
+    "sglang.srt.managers.io_struct.AbortReq",
+    "sglang.srt.managers.io_struct.GetInternalStateReqOutput",
+    "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+    "sglang.srt.managers.schedule_batch.NextBatchPlan",
+    "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch",
+    "sglang.srt.managers.scheduler._make_abort_req",
+    "sglang.srt.mem_cache.common.evict_from_tree_cache",
+    "sglang.srt.mem_cache.common.release_kv_cache",
+    "sglang.srt.platforms.cpu.CpuDeviceMixin",
+    "sglang.srt.platforms.interface.SRTPlatform",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.prepare_server_args",
+)
+"""Dotted names of SGLang that we import, subclass or wrap."""
+
+
+def install(settings: Settings) -> None:
+    """Register our hooks with SGLang; it applies them in every process it starts."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(VERIFY_SAMPLING, _guard_sampling, HookType.BEFORE)
+    HookRegistry.register(GENERATE_REQUEST, answers.follow, HookType.AROUND)
+    if not settings.is_stock:
+        from engine.runtime.frame_scheduler import FrameScheduler
+
+        HookRegistry.register(SCHEDULER, FrameScheduler, HookType.REPLACE)
+
+
+def _guard_sampling(params: Any, vocab_size: int) -> None:
+    sampling_guard.check(params, vocab_size)

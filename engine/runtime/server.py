@@ -1,0 +1,192 @@
+"""The SGLang server process: SGLang's own launch with our hooks, middleware and checks.
+
+Run by ``launch.py`` as ``python -m engine.runtime.server``; its arguments are ours and all
+of SGLang's.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+from core.clock import MonotonicClock
+from engine.runtime import flags
+from engine.runtime.flags import UsageError
+from engine.runtime.settings import Settings, from_environment
+
+logger = logging.getLogger(__name__)
+
+EXIT_USAGE = 2
+EXIT_START_FAILED = 1
+
+
+def build_parser() -> flags.Parser:
+    """Our flags and every flag of SGLang, as ``--help`` shows them."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = flags.Parser(
+        prog="launch.py",
+        description="Serve a model with SLO-aware scheduling on the SGLang runtime.",
+        allow_abbrev=False,
+    )
+    flags.add_own_flags(parser)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the server until it is told to stop; the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        settings = flags.own_settings(args)
+        settings = _prepare(args, settings)
+        settings.to_environment()
+        server_args = _server_args(argv, args)
+        flags.check_supported(server_args, settings)
+    except UsageError as error:
+        flags.print_error(str(error))
+        return EXIT_USAGE
+    except (ValueError, OSError, RuntimeError, AssertionError, ImportError) as error:
+        flags.print_error(_first_line(error))
+        return EXIT_USAGE
+    return _serve(server_args, settings)
+
+
+def _prepare(args: Any, settings: Settings) -> Settings:
+    """Fill in what depends on SGLang's flags."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _check_cpu_flags(args)
+    resident = args.max_running_requests
+    if settings.max_batch is not None and resident is not None and resident < settings.max_batch:
+        raise UsageError(
+            f"--max-batch {settings.max_batch} is more than --max-running-requests {resident}"
+        )
+    return settings
+
+
+GPU_ONLY_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "cutlass_mla", "flashmla")
+
+
+def _check_cpu_flags(args: Any) -> None:
+    """Refuse flags that need a GPU, and choose what works without one."""
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        value = getattr(args, name, None)
+        if value is not None and value != "torch_native":
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value} needs a GPU and there is none; use torch_native")
+    if args.device not in (None, "cpu"):
+        raise UsageError(f"--device {args.device}: no such device on this machine; use cpu")
+    if getattr(args, "enable_hierarchical_cache", False):
+        raise UsageError("--enable-hierarchical-cache needs a GPU and there is none")
+    if args.sampling_backend not in (None, "pytorch"):
+        raise UsageError(f"--sampling-backend {args.sampling_backend} needs a GPU; use pytorch")
+    if args.tp_size > 1:
+        raise UsageError("--tp-size above 1 needs GPUs and there are none")
+
+
+def _server_args(argv: list[str], args: Any) -> Any:
+    """SGLang's ServerArgs from the arguments that are not ours."""
+    from sglang.srt.server_args import prepare_server_args
+
+    own = flags.Parser(add_help=False, allow_abbrev=False)
+    flags.add_own_flags(own)
+    _, rest = own.parse_known_args(argv)
+    import torch
+
+    if not torch.cuda.is_available():
+        rest += _cpu_defaults(args)
+    return prepare_server_args(rest)
+
+
+def _cpu_defaults(args: Any) -> list[str]:
+    """Flags that a CPU wants and the user did not give."""
+    extra = ["--device", "cpu", "--attention-backend", "torch_native"]
+    extra += ["--sampling-backend", "pytorch"]
+    if args.max_running_requests is None:
+        extra += ["--max-running-requests", "64"]
+    if args.max_total_tokens is None:
+        extra += ["--max-total-tokens", "65536"]
+    if args.chunked_prefill_size is None:
+        extra += ["--chunked-prefill-size", "1024"]
+    return extra
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's scheduler process, after making sure that our scheduler is in it.
+
+    SGLang only logs a plugin that failed to load and would go on with its own scheduler.
+    """
+    from sglang.srt.managers import scheduler as sglang_scheduler
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    settings = from_environment()
+    if settings is not None and not settings.is_stock:
+        from engine.runtime.frame_scheduler import FrameScheduler
+
+        if sglang_scheduler.Scheduler is not FrameScheduler:
+            raise RuntimeError("SGLang did not take our scheduler; is jitserve installed here?")
+    return sglang_scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _serve(server_args: Any, settings: Settings) -> int:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints import http_server
+    from starlette.middleware import Middleware
+
+    from engine.runtime import http_layer
+
+    app = http_server.app
+    # At the end of the list is innermost: behind authentication and decompression.
+    app.user_middleware.append(
+        Middleware(
+            http_layer.SloMiddleware,
+            slo=settings.slo,
+            clock=MonotonicClock(),
+            model=server_args.served_model_name or server_args.model_path,
+            is_draining=_is_draining,
+        )
+    )
+    stock_openapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        return http_layer.extend_openapi(stock_openapi())
+
+    app.openapi = openapi
+
+    @app.get("/slo/state")
+    async def slo_state(request: Request) -> JSONResponse:
+        """What the frame scheduler holds at this moment, one entry per data-parallel rank."""
+        manager = http_server.get_global_state().tokenizer_manager
+        states = [state.get("jitserve") for state in await manager.get_internal_state()]
+        known = [state for state in states if state is not None]
+        if not known:
+            return JSONResponse({"error": {"message": "SGLang's own scheduler runs"}}, 404)
+        return JSONResponse(known[0] if len(known) == 1 else {"ranks": known})
+
+    http_server.launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
+    return 0
+
+
+def _is_draining() -> bool:
+    from sglang.srt.entrypoints import http_server
+
+    state = http_server.get_global_state()
+    return state is not None and bool(state.tokenizer_manager.gracefully_exit)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+if __name__ == "__main__":
+    # SGLang's processes import this module by name; it must not be called __main__ there.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from engine.runtime.server import main as run
+
+    sys.exit(run(sys.argv[1:]))
