@@ -55,6 +55,7 @@ class FrameManager:
 
     def __init__(self, config: SchedulerConfig, lengths: LengthEstimates | None = None) -> None:
         self.config = config
+        self.policy_name = config.policy
         self.policy: Policy = POLICIES[config.policy]()
         self.lengths: LengthEstimates = lengths or OnlineClassLengths(config.length_quantile)
         self.step_time = StepTimeModel()
@@ -149,6 +150,11 @@ class FrameManager:
             self._steps_in_frame += 1
 
     # Questions from the engine.
+
+    def use_policy(self, name: str) -> None:
+        """Go on under another policy; whoever runs stays until the next frame boundary."""
+        self.policy = POLICIES[name]()
+        self.policy_name = name
 
     def get(self, request_id: str) -> Request | None:
         return self._live.get(request_id)

@@ -59,13 +59,12 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="length of a frame in seconds, at most (default: %(default)s)",
     )
     group.add_argument(
-        "--max-batch",
+        "--max-parked-requests",
         type=int,
         default=None,
         metavar="REQUESTS",
-        help="requests that run together, at most; further ones up to SGLang's "
-        "--max-running-requests may rest with their KV resident "
-        "(default: half of --max-running-requests)",
+        help="requests that may rest with their KV resident beside the --max-running-requests "
+        "that run together (default: as many again)",
     )
     group.add_argument(
         "--max-decode-pause",
@@ -110,8 +109,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
 def own_settings(args: argparse.Namespace) -> Settings:
     """The settings that our flags describe. Raises UsageError naming the flag."""
     is_stock = args.policy == STOCK_POLICY
-    if args.max_batch is not None and args.max_batch < 1:
-        raise UsageError(f"--max-batch must be at least 1, got {args.max_batch}")
+    if args.max_parked_requests is not None and args.max_parked_requests < 0:
+        raise UsageError("--max-parked-requests must be 0 or more")
     if args.test_force_moves_every < 0:
         raise UsageError("--test-force-moves-every must be 0 or more")
     if not 0 <= args.drain_seconds < float("inf"):
@@ -130,7 +129,6 @@ def own_settings(args: argparse.Namespace) -> Settings:
         policy=args.policy,
         scheduler=scheduler,
         slo=read_slo_config(args.slo_config),
-        max_batch=args.max_batch,
         force_moves_every=args.test_force_moves_every,
     )
 
@@ -150,14 +148,6 @@ def read_slo_config(path: Path | None) -> SloConfig:
         return msgspec.convert(data or {}, SloConfig)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"--slo-config {path}: {error}") from error
-
-
-def model_argument(args: argparse.Namespace, rest: list[str]) -> tuple[str | None, list[str]]:
-    """Take ``--model`` (or SGLang's ``--model-path``) out of ``rest``."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", "--model-path", dest="model", default=None)
-    found, rest = parser.parse_known_args(rest)
-    return found.model, rest
 
 
 def check_supported(server_args: Any, settings: Settings) -> None:

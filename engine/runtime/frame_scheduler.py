@@ -16,18 +16,28 @@ from typing import Any
 
 import msgspec
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    GetInternalStateReqOutput,
+    SetInternalStateReqOutput,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.runtime_context import get_parallel
 
 from core.clock import MonotonicClock
 from engine.runtime import arrivals, batches
 from engine.runtime.drops import drop_message
-from engine.runtime.settings import Settings, from_environment
+from engine.runtime.settings import (
+    KNOB_FORCE_MOVES,
+    KNOB_POLICY,
+    Settings,
+    from_environment,
+)
 from engine.runtime.step_timer import StepTimer
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.plan import EngineCapacity, FramePlan
+from scheduler.policies import POLICIES
 from scheduler.step_time import StepObservation
 
 logger = logging.getLogger(__name__)
@@ -58,11 +68,11 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._was_prefill = False
         self._abort_only: str | None = None
         self._steps_since_forced_move = 0
+        self._force_moves_every = settings.force_moves_every
         super().__init__(server_args, port_args)
         self._timer = StepTimer(self._clock, is_synchronous=self.device == "cpu")
-        self._max_batch: int = min(
-            settings.max_batch or self.max_running_requests, self.max_running_requests
-        )
+        share = settings.max_batch and max(settings.max_batch // max(server_args.dp_size, 1), 1)
+        self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
 
     # Time.
 
@@ -184,7 +194,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         if plan is not None:
             self._forget_vanished()
             running_batch = self._carry_out(plan, running_batch, in_flight, moved)
-        if self._settings.force_moves_every:
+        if self._force_moves_every:
             running_batch = self._force_moves(running_batch, in_flight, moved)
         # SGLang clears this flag only where a request leaves; we change the batch elsewhere too.
         running_batch.batch_is_full = False
@@ -292,7 +302,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     ) -> ScheduleBatch:
         """Testing: whatever the policy thinks, park one request and preempt another now and then."""
         self._steps_since_forced_move += 1
-        if self._steps_since_forced_move < self._settings.force_moves_every:
+        if self._steps_since_forced_move < self._force_moves_every:
             return running_batch
         self._steps_since_forced_move = 0
         if self._parked is not None:
@@ -459,10 +469,22 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         output.internal_state["jitserve"] = self._state()
         return output
 
+    def set_internal_state(self, recv_req: Any) -> SetInternalStateReqOutput:
+        """Our two knobs, beside SGLang's own; the HTTP layer has checked their values."""
+        knobs = recv_req.server_args
+        if not set(knobs) <= {KNOB_POLICY, KNOB_FORCE_MOVES}:
+            return super().set_internal_state(recv_req)
+        if KNOB_POLICY in knobs:
+            self._frames.use_policy(list(POLICIES)[int(knobs[KNOB_POLICY])])
+        if KNOB_FORCE_MOVES in knobs:
+            self._force_moves_every = int(knobs[KNOB_FORCE_MOVES])
+        return SetInternalStateReqOutput(updated=True)
+
     def _state(self) -> dict[str, Any]:
         frames = self._frames
         return {
-            "policy": self._settings.policy,
+            "policy": frames.policy_name,
+            "force_moves_every": self._force_moves_every,
             "num_running": frames.count(RequestState.RUNNING),
             "num_parked": frames.count(RequestState.PARKED),
             "num_waiting": frames.count(RequestState.WAITING)

@@ -28,6 +28,7 @@ OVERRIDDEN_METHODS: tuple[str, ...] = (
     "process_batch_result",
     "process_input_requests",
     "run_batch",
+    "set_internal_state",
     "update_running_batch",
 )
 """Methods of SGLang's ``Scheduler`` that ``FrameScheduler`` overrides."""
@@ -49,6 +50,8 @@ USED_NAMES: tuple[str, ...] = (
     "sglang.srt.entrypoints.http_server.launch_server",
     "sglang.srt.managers.io_struct.AbortReq",
     "sglang.srt.managers.io_struct.GetInternalStateReqOutput",
+    "sglang.srt.managers.io_struct.SetInternalStateReq",
+    "sglang.srt.managers.io_struct.SetInternalStateReqOutput",
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     "sglang.srt.managers.schedule_batch.NextBatchPlan",
     "sglang.srt.managers.schedule_batch.Req.reset_for_retract",

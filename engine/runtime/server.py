@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+import msgspec
+
 from core.clock import MonotonicClock
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
         settings = flags.own_settings(args)
         settings = _prepare(args, settings)
         settings.to_environment()
-        server_args = _server_args(argv, args)
+        server_args = _server_args(argv, args, settings)
         flags.check_supported(server_args, settings)
     except UsageError as error:
         flags.print_error(str(error))
@@ -53,21 +55,26 @@ def main(argv: list[str]) -> int:
     return _serve(server_args, settings)
 
 
+CPU_RUNNING_REQUESTS = 32
+
+
 def _prepare(args: Any, settings: Settings) -> Settings:
-    """Fill in what depends on SGLang's flags."""
+    """Fill in what depends on SGLang's flags. Raises UsageError."""
     import torch
 
+    running = args.max_running_requests
     if not torch.cuda.is_available():
         _check_cpu_flags(args)
-    resident = args.max_running_requests
-    if settings.max_batch is not None and resident is not None and resident < settings.max_batch:
-        raise UsageError(
-            f"--max-batch {settings.max_batch} is more than --max-running-requests {resident}"
-        )
-    return settings
+        running = running or CPU_RUNNING_REQUESTS
+    return msgspec.structs.replace(settings, max_batch=running)
 
 
-GPU_ONLY_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "cutlass_mla", "flashmla")
+def _resident_requests(args: Any, settings: Settings) -> int | None:
+    """SGLang's --max-running-requests: those that run together and those that may rest."""
+    if settings.max_batch is None or settings.is_stock:
+        return settings.max_batch
+    parked = args.max_parked_requests
+    return settings.max_batch + (settings.max_batch if parked is None else parked)
 
 
 def _check_cpu_flags(args: Any) -> None:
@@ -87,7 +94,7 @@ def _check_cpu_flags(args: Any) -> None:
         raise UsageError("--tp-size above 1 needs GPUs and there are none")
 
 
-def _server_args(argv: list[str], args: Any) -> Any:
+def _server_args(argv: list[str], args: Any, settings: Settings) -> Any:
     """SGLang's ServerArgs from the arguments that are not ours."""
     from sglang.srt.server_args import prepare_server_args
 
@@ -98,6 +105,9 @@ def _server_args(argv: list[str], args: Any) -> Any:
 
     if not torch.cuda.is_available():
         rest += _cpu_defaults(args)
+    resident = _resident_requests(args, settings)
+    if resident is not None:
+        rest += ["--max-running-requests", str(resident)]
     return prepare_server_args(rest)
 
 
@@ -105,8 +115,6 @@ def _cpu_defaults(args: Any) -> list[str]:
     """Flags that a CPU wants and the user did not give."""
     extra = ["--device", "cpu", "--attention-backend", "torch_native"]
     extra += ["--sampling-backend", "pytorch"]
-    if args.max_running_requests is None:
-        extra += ["--max-running-requests", "64"]
     if args.max_total_tokens is None:
         extra += ["--max-total-tokens", "65536"]
     if args.chunked_prefill_size is None:
@@ -133,13 +141,13 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
 
 
 def _serve(server_args: Any, settings: Settings) -> int:
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_itself_when_parent_died
     from starlette.middleware import Middleware
 
-    from engine.runtime import http_layer
+    from engine.runtime import http_layer, routes
 
+    kill_itself_when_parent_died()
     app = http_server.app
     # At the end of the list is innermost: behind authentication and decompression.
     app.user_middleware.append(
@@ -151,23 +159,7 @@ def _serve(server_args: Any, settings: Settings) -> int:
             is_draining=_is_draining,
         )
     )
-    stock_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        return http_layer.extend_openapi(stock_openapi())
-
-    app.openapi = openapi
-
-    @app.get("/slo/state")
-    async def slo_state(request: Request) -> JSONResponse:
-        """What the frame scheduler holds at this moment, one entry per data-parallel rank."""
-        manager = http_server.get_global_state().tokenizer_manager
-        states = [state.get("jitserve") for state in await manager.get_internal_state()]
-        known = [state for state in states if state is not None]
-        if not known:
-            return JSONResponse({"error": {"message": "SGLang's own scheduler runs"}}, 404)
-        return JSONResponse(known[0] if len(known) == 1 else {"ranks": known})
-
+    routes.add_routes(app)
     http_server.launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
     return 0
 

@@ -15,6 +15,10 @@ ENVIRONMENT_VARIABLE = "JITSERVE_SETTINGS"
 STOCK_POLICY = "sglang"
 """The name under which SGLang's own scheduler stays in charge."""
 
+KNOB_POLICY = "jitserve_policy"
+KNOB_FORCE_MOVES = "jitserve_force_moves_every"
+"""Names under which SGLang's control messages carry our knobs; it takes numbers only."""
+
 
 class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Server-side defaults: the file of ``--slo-config``.
@@ -42,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     slo: SloConfig = SloConfig()
     max_batch: int | None = None
-    """Most requests running together; None: as many as SGLang's --max-running-requests."""
+    """Most requests running together on all data-parallel ranks; None: as SGLang decides."""
     force_moves_every: int = 0
     """Testing: park and preempt running requests every so many steps; 0 never."""
 

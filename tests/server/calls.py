@@ -1,21 +1,21 @@
-"""How these tests talk to a server: a body for each route, answers, streams, the scheduler's state."""
+"""How these tests talk to a server: bodies, answers, streams, load, the scheduler's state."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -24,33 +24,6 @@ MAX_BATCH = 8
 CHUNKED_PREFILL_TOKENS = 256
 CALL_TIMEOUT_S = 120.0
 REPORT_KEYS = {"type", "ttft_s", "worst_lateness_s", "e2el_s", "met", "goodput_tokens"}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server and where its output goes."""
-
-    base_url: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
-
-    @property
-    def pid(self) -> int:
-        """The process that `launch.py` runs in; it leads a process group of its own."""
-        return self.process.pid
-
-    @property
-    def port(self) -> int:
-        """Where it listens on 127.0.0.1."""
-        return int(self.base_url.rsplit(":", 1)[1])
-
-    def log_tail(self, num_lines: int = 40) -> str:
-        """The last lines of its output, for a failure message."""
-        return "\n".join(self.log().splitlines()[-num_lines:])
-
-    def log(self) -> str:
-        """All it has written so far, stdout and stderr together."""
-        return self.log_path.read_text(errors="replace")
 
 
 # Bodies -------------------------------------------------------------------------------------------
@@ -197,12 +170,14 @@ def reason_in(report: Json) -> str:
 
 
 def _finish_reason(chunk: Json) -> str | None:
+    reason: str | None
     if choices := chunk.get("choices"):
-        return choices[0].get("finish_reason")
-    if meta := chunk.get("meta_info"):
-        return (meta.get("finish_reason") or {}).get("type")
-    status: str | None = chunk.get("response", chunk).get("status")
-    return status
+        reason = choices[0].get("finish_reason")
+    elif meta := chunk.get("meta_info"):
+        reason = (meta.get("finish_reason") or {}).get("type")
+    else:
+        reason = chunk.get("response", chunk).get("status")
+    return reason
 
 
 def _last_count(chunks: list[Json], *names: str) -> int:
@@ -273,7 +248,11 @@ def ask_with_raw(http: httpx.Client, route: Route, field: str, raw_json: str) ->
 
 
 def poll(
-    probe: Callable[[], T], until: Callable[[T], bool], *, limit_s: float = 60.0, pause_s: float = 0.1
+    probe: Callable[[], T],
+    until: Callable[[T], bool],
+    *,
+    limit_s: float = 60.0,
+    pause_s: float = 0.1,
 ) -> T:
     """Ask again and again until the value is as wanted; fail with the last one otherwise."""
     give_up_at = time.monotonic() + limit_s
@@ -321,6 +300,7 @@ class Stream:
         again: bool = False,
         **fields: Any,
     ) -> None:
+        """Prepare it; entering it sends it."""
         sampling = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         prompt: Json = {} if "input_ids" in fields else {"text": "Tell me a long story."}
         self._body: Json = {**prompt, "sampling_params": sampling, "stream": True, **fields}

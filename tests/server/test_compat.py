@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from calls import REPORT_KEYS, Server
+from calls import REPORT_KEYS
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import openai
+    from serving import Server
 
 # What the clients' own imports warn about is not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,6 @@ from calls import (
     EXACT,
     GENERATE,
     Answer,
-    Server,
     Stream,
     ask,
     busy_engine,
@@ -29,9 +28,9 @@ from calls import (
 )
 
 if TYPE_CHECKING:
-    from conftest import RunServer
+    from serving import RunServer, Server
 
-sampling_routes = pytest.mark.parametrize("route", (CHAT, COMPLETIONS, GENERATE), ids=str)
+sampling_routes = pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE], ids=str)
 
 
 def assert_serves(http: httpx.Client) -> None:
@@ -77,10 +76,13 @@ def test_an_abort_ends_the_waiting_request_of_that_name_and_no_longer_one(
     with ExitStack() as load:
         others = load.enter_context(busy_engine(server.base_url))
         with (
-            Stream(server.base_url, rid=f"{rid}b", max_tokens=40) as longer_name,
-            Stream(server.base_url, rid=rid, max_tokens=1500) as named,
+            Stream(server.base_url, rid=f"{rid}b", max_tokens=40, deadline=7200) as longer_name,
+            Stream(server.base_url, rid=rid, max_tokens=1500, deadline=7200) as named,
         ):
-            poll(lambda: scheduler_state(http), lambda now: num_live(now) >= len(others) + 2)
+            poll(
+                lambda: scheduler_state(http),
+                lambda now: num_live(now) >= len(others) + 2 or longer_name.has_ended,
+            )
             abort(http, rid)
             poll(lambda: named.has_ended, lambda has_ended: has_ended)
             load.close()
@@ -198,9 +200,7 @@ def test_a_top_k_beyond_32_bits_is_refused_or_served(
 
 @sampling_routes
 @pytest.mark.parametrize("n", [0, -1, 100_000])
-def test_a_senseless_number_of_choices_is_refused(
-    http: httpx.Client, route: Any, n: int
-) -> None:
+def test_a_senseless_number_of_choices_is_refused(http: httpx.Client, route: Any, n: int) -> None:
     """Stock: accepts any n: none, less than none, or enough to flood the engine."""
     assert_refused(ask(http, route, sampling={"n": n, "temperature": 0.7}), "n")
     assert_serves(http)
@@ -222,9 +222,7 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
     ):
         patient = []
         for _ in range(2):
-            stream = Stream(
-                small.base_url, input_ids=token_ids(300), max_tokens=400, deadline=3600
-            )
+            stream = Stream(small.base_url, input_ids=token_ids(300), max_tokens=600, deadline=3600)
             patient.append(held.enter_context(stream))
             stream.wait_for_tokens(1)
         urgent_body = GENERATE.body(max_tokens=8, sampling=EXACT, target_ttft=1.5, target_tbt=0.5)
@@ -236,15 +234,15 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
             lambda: scheduler_state(http),
             lambda now: now["free_kv_tokens"] + now["evictable_kv_tokens"] < 300,
         )
+        had_ended = [stream.has_ended for stream in patient]
         urgent = http.post("/generate", json=urgent_body)
-        num_ended_before = sum(stream.has_ended for stream in patient)
         assert urgent.status_code == 200, urgent.text
         assert urgent.json()["meta_info"]["completion_tokens"] == 8
-        assert num_ended_before == 0
+        assert [stream.has_ended for stream in patient] == had_ended, "it waited for someone's end"
 
         for stream in patient:
             stream.wait()
-        assert [stream.num_tokens for stream in patient] == [400, 400]
+        assert [stream.num_tokens for stream in patient] == [600, 600]
         assert [stream.finish_type for stream in patient] == ["length", "length"]
         state = wait_until_idle(http)
         assert state["free_kv_tokens"] + state["evictable_kv_tokens"] == state["total_kv_tokens"]

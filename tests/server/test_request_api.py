@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import httpx
 import openai
 import pytest
 from calls import (
@@ -18,7 +16,6 @@ from calls import (
     ROUTES,
     Answer,
     Json,
-    Server,
     ask,
     ask_with_raw,
     busy_engine,
@@ -31,8 +28,14 @@ from calls import (
     wait_until_idle,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+    from serving import Server
+
 every_route = pytest.mark.parametrize("route", ROUTES, ids=str)
-counting_routes = pytest.mark.parametrize("route", (CHAT, COMPLETIONS, GENERATE), ids=str)
+counting_routes = pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE], ids=str)
 plain_and_streaming = pytest.mark.parametrize("stream", [False, True], ids=["plain", "streaming"])
 
 GENEROUS_LATENCY: Json = {"target_ttft": 60, "target_tbt": 30.5}
@@ -152,7 +155,7 @@ def test_a_deadline_missed_is_served_to_its_end_and_counts_nothing(
 def test_on_miss_cancel_ends_with_what_there_is_and_a_reason(
     http: httpx.Client, route: Any, stream: bool
 ) -> None:
-    counted = {"stream_options": {"include_usage": True}} if stream and route != GENERATE else {}
+    counted: Json = {"stream_options": {"include_usage": True}} if stream else {}
     answer = ask(
         http,
         route,
@@ -161,7 +164,7 @@ def test_on_miss_cancel_ends_with_what_there_is_and_a_reason(
         sampling=EXACT,
         deadline=1.5,
         on_miss="cancel",
-        **counted,
+        **(counted if route != GENERATE else {}),
     )
     assert answer.status == 200, answer.text
     assert answer.is_complete
@@ -212,14 +215,14 @@ def test_a_limit_on_the_wait_never_ends_a_request_that_has_started(http: httpx.C
     assert answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("route", (CHAT, COMPLETIONS), ids=str)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS], ids=str)
 def test_several_choices_share_one_report(http: httpx.Client, route: Any) -> None:
     answer = ask(http, route, sampling={"n": 2, "temperature": 0.8}, deadline=600)
     assert [choice["index"] for choice in answer.chunks[0]["choices"]] == [0, 1]
     assert_is_a_report(answer.slo, "deadline")
 
 
-@pytest.mark.parametrize("route", (CHAT, COMPLETIONS), ids=str)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS], ids=str)
 def test_several_streamed_choices_end_in_one_report(http: httpx.Client, route: Any) -> None:
     answer = ask(http, route, stream=True, sampling={"n": 2, "temperature": 0.8}, deadline=600)
     indices = {choice["index"] for chunk in answer.chunks for choice in chunk["choices"]}
@@ -326,7 +329,8 @@ def test_a_bad_place_in_a_program_is_refused_by_name(
 def test_a_deadline_beside_a_latency_target_is_refused(
     http: httpx.Client, route: Any, latency: str
 ) -> None:
-    answer = ask(http, route, deadline=60, **{latency: 1})
+    fields: Json = {"deadline": 60, latency: 1}
+    answer = ask(http, route, **fields)
     assert_refused(answer, "deadline")
     assert_refused(answer, latency)
 
@@ -380,7 +384,7 @@ def test_each_time_header_sets_its_target_in_any_spelling(
 
 @pytest.mark.parametrize("header", [*TIME_HEADERS, "x-llm-d-inference-ttl"])
 @pytest.mark.parametrize("bad", ["soon", "0", "-5", "nan", "inf", "1e400", "[1]", "true"])
-@pytest.mark.parametrize("route", (CHAT, GENERATE), ids=str)
+@pytest.mark.parametrize("route", [CHAT, GENERATE], ids=str)
 def test_a_bad_time_header_is_refused_by_its_own_name(
     http: httpx.Client, route: Any, header: str, bad: str
 ) -> None:
@@ -456,9 +460,7 @@ class TestWhileEverySlotIsTaken:
 
     def test_a_drop_is_counted_and_leaves_nothing_waiting(self, http: httpx.Client) -> None:
         before = scheduler_state(http)
-        self.assert_dropped(
-            ask(http, GENERATE, waiting_time=0.05, sampling=EXACT, **self.victim)
-        )
+        self.assert_dropped(ask(http, GENERATE, waiting_time=0.05, sampling=EXACT, **self.victim))
         poll(
             lambda: scheduler_state(http)["ended"]["dropped"] - before["ended"]["dropped"],
             lambda num_more: num_more == 1,

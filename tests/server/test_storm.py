@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -17,13 +17,17 @@ from calls import (
     ROUTES,
     Json,
     Route,
-    Server,
     ask,
     new_name,
     num_live,
     poll,
     scheduler_state,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from serving import Server
 
 SEED = 20_260_301
 NUM_REQUESTS = 300
@@ -62,9 +66,10 @@ def slo_fields(rng: random.Random) -> Json:
 
 
 class Client:
-    """One of 300 clients: what it asks for, and how it treats the answer, follow from its number."""
+    """One of 300 clients; what it asks and how it treats the answer follow from its number."""
 
     def __init__(self, number: int, storm: str, base_url: str) -> None:
+        """Draw its request."""
         self.rng = random.Random(SEED * 1000 + number)
         self.storm = storm
         self.rid = f"{storm}-{number}"
@@ -115,9 +120,7 @@ class Client:
     def leave_before_the_answer(self, http: httpx.Client) -> str:
         """Have less patience than the answer needs."""
         try:
-            answer = http.post(
-                self.route.path, json=self.body, timeout=self.rng.uniform(0.02, 0.6)
-            )
+            answer = http.post(self.route.path, json=self.body, timeout=self.rng.uniform(0.02, 0.6))
         except httpx.TimeoutException:
             return "left"
         return str(answer.status_code)
