@@ -138,7 +138,7 @@ class Supervisor:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = server.wait(timeout=0.5)
-                return self._ended(code, is_ready)
+                return self._ended(code, is_ready=is_ready)
             now_s = self._clock.now_s()
             if self._stop_by_s is not None:
                 if now_s > self._stop_by_s:
@@ -151,7 +151,7 @@ class Supervisor:
                 said_s = now_s
                 _say(f"still starting, {now_s - started_s:.0f} s")
 
-    def _ended(self, code: int, is_ready: bool) -> int:
+    def _ended(self, code: int, *, is_ready: bool) -> int:
         if self._stop_by_s is not None:
             _say("stopped")
             return 0
@@ -163,13 +163,13 @@ class Supervisor:
 
     def _url(self, path: str) -> str:
         host = self._args.host
-        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host  # noqa: S104
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self._args.port}{path}"
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self._url("/ready"), timeout=2) as response:  # noqa: S310
+            with urllib.request.urlopen(self._url("/ready"), timeout=2) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False

@@ -1,0 +1,1 @@
+"""``python -m bench NAME``: benchmarks that print a table and can write JSON."""

@@ -6,7 +6,7 @@ ending in ``_at_s`` are absolute, on the clock that stamped the arrival.
 
 import enum
 import math
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -159,6 +159,8 @@ class OutcomeTracker:
                 lateness_s = None
                 met = reason is None
                 goodput = 0
+            case _:
+                assert_never(slo)
         return SloOutcome(
             type=slo_type(slo),
             met=met,

@@ -185,7 +185,14 @@ def read_terms(
     on_miss = given.get("on_miss")
     return RequestTerms(
         arrival_s=now_s,
-        slo=_slo(given, bool(body.get("stream")), defaults, programs, now_s, tenant),
+        slo=_slo(
+            given,
+            is_stream=bool(body.get("stream")),
+            defaults=defaults,
+            programs=programs,
+            now_s=now_s,
+            tenant=tenant,
+        ),
         waiting_time_s=defaults.waiting_time if waiting is None else _seconds(*waiting),
         on_miss=defaults.on_miss if on_miss is None else _on_miss(*on_miss),
         tenant=tenant,
@@ -205,6 +212,7 @@ def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _N
 
 def _slo(
     given: Mapping[str, _Named],
+    *,
     is_stream: bool,
     defaults: SloDefaults,
     programs: ProgramDeadlines,

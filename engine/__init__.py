@@ -1,0 +1,1 @@
+"""The worlds the scheduler runs in, and the demo model."""

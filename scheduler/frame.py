@@ -165,7 +165,7 @@ class FrameManager:
     def count(self, state: RequestState) -> int:
         return sum(request.state is state for request in self._live.values())
 
-    def may_prefill(self, now_s: float, num_decoding: int, was_prefill: bool) -> bool:
+    def may_prefill(self, now_s: float, num_decoding: int, *, was_prefill: bool) -> bool:
         """Whether this step may be a prefill, given that ``num_decoding`` requests could decode.
 
         Prefill goes first, as in every continuous-batching engine, but after

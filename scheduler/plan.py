@@ -18,6 +18,8 @@ class EngineCapacity(msgspec.Struct, frozen=True):
 
 
 class PlanKind(enum.StrEnum):
+    """How much a plan may change."""
+
     FRAME = "frame"
     """A frame boundary: every move is allowed."""
     BACKFILL = "backfill"
@@ -25,6 +27,8 @@ class PlanKind(enum.StrEnum):
 
 
 class Move(enum.StrEnum):
+    """What happens to a request."""
+
     RUN = "run"
     RESUME = "resume"
     ADMIT = "admit"

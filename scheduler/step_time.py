@@ -79,4 +79,5 @@ class StepTimeModel:
         return self._coefficients[3] * tokens
 
     def _inputs(self, decodes: int, context: int, prefill: int) -> npt.NDArray[np.float64]:
-        return np.array([1.0, decodes, context, prefill], dtype=np.float64) * self._SCALE
+        inputs: npt.NDArray[np.float64] = np.array([1.0, decodes, context, prefill]) * self._SCALE
+        return inputs

@@ -1,0 +1,1 @@
+"""The adapter to the SGLang runtime: the only package that imports ``sglang``."""

@@ -36,6 +36,7 @@ def arrival_arguments(req: Req) -> dict[str, Any]:
 
 
 def is_health_check(req: Req) -> bool:
+    """SGLang's own request behind ``/health``."""
     return bool(req.rid.startswith(HEALTH_CHECK_RID_PREFIX))
 
 

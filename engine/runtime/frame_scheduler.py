@@ -53,6 +53,12 @@ class ClockTick(msgspec.Struct, frozen=True):
 class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLang is untyped
     """The adapter between SGLang's event loop and the pure frame manager."""
 
+    # SGLang's own attributes that we read and write.
+    waiting_queue: list[Req]
+    running_batch: ScheduleBatch
+    last_batch: ScheduleBatch | None
+    chunked_req: Req | None
+
     def __init__(self, server_args: Any, port_args: Any) -> None:
         settings = from_environment()
         if settings is None:
@@ -100,7 +106,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
 
     # Arrivals and ends.
 
-    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:  # noqa: FBT001
         """A new request, or one that comes back after it lost its KV.
 
         One that comes back keeps its arrival order and is not subject to the queue limit:
@@ -198,7 +204,9 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             running_batch = self._force_moves(running_batch, in_flight, moved)
         # SGLang clears this flag only where a request leaves; we change the batch elsewhere too.
         running_batch.batch_is_full = False
-        if not self._frames.may_prefill(now_s, len(running_batch.reqs), self._was_prefill):
+        if not self._frames.may_prefill(
+            now_s, len(running_batch.reqs), was_prefill=self._was_prefill
+        ):
             self._was_prefill = False
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         next_plan = self._prefill(running_batch, moved, now_s)
@@ -300,7 +308,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     def _force_moves(
         self, running_batch: ScheduleBatch, in_flight: set[str], moved: set[str]
     ) -> ScheduleBatch:
-        """Testing: whatever the policy thinks, park one request and preempt another now and then."""
+        """Testing: park one request and preempt another now and then, whatever the policy says."""
         self._steps_since_forced_move += 1
         if self._steps_since_forced_move < self._force_moves_every:
             return running_batch

@@ -1,4 +1,4 @@
-"""SGLang's CPU platform, declared out of tree so that the CUDA build of SGLang runs without a GPU."""
+"""SGLang's CPU platform, out of tree: the CUDA build of SGLang runs on it without a GPU."""
 
 from typing import Any
 

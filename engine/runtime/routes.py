@@ -16,7 +16,7 @@ from scheduler.policies import POLICIES
 def add_routes(app: FastAPI) -> None:
     """Add ``/slo/state`` and ``/slo/policy``, and our fields to the OpenAPI page."""
     stock_openapi = app.openapi
-    app.openapi = lambda: http_layer.extend_openapi(stock_openapi())  # type: ignore[method-assign]
+    app.openapi = lambda: http_layer.extend_openapi(stock_openapi())
     app.get("/slo/state")(slo_state)
     app.post("/slo/policy")(auth_level(AuthLevel.ADMIN_OPTIONAL)(slo_policy))
 

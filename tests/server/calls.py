@@ -359,7 +359,7 @@ class Stream:
                 self._read_once(http)
                 while self._again and not self.stop.is_set():
                     self._read_once(http)
-        except Exception as error:  # noqa: BLE001  handed over to the test by wait()
+        except Exception as error:
             self._error = error
 
     def _read_once(self, http: httpx.Client) -> None:

@@ -22,7 +22,7 @@ START_LIMIT_S = 240.0
 STOP_LIMIT_S = 60.0
 SHARED_FLAGS = (
     *("--model", "demo", "--policy", "gmax", "--dtype", "float32", "--frame-steps", "8"),
-    *("--max-batch", str(MAX_BATCH), "--max-total-tokens", "16384"),
+    *("--max-running-requests", str(MAX_BATCH), "--max-total-tokens", "16384"),
     *("--chunked-prefill-size", str(CHUNKED_PREFILL_TOKENS)),
 )
 

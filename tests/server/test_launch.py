@@ -153,7 +153,14 @@ def test_a_taken_port_ends_in_one_clear_line() -> None:
 def test_help_explains_our_flags() -> None:
     run = launch("--help")
     assert run.returncode == 0
-    for flag in ("--policy", "--frame-steps", "--slo-config", "--max-batch", "--model", "--port"):
+    for flag in (
+        "--policy",
+        "--frame-steps",
+        "--slo-config",
+        "--max-running-requests",
+        "--model",
+        "--port",
+    ):
         assert flag in run.stdout
 
 

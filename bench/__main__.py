@@ -1,0 +1,29 @@
+"""The command line of the benchmarks."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+
+from bench import overhead, serve
+
+BENCHES: Mapping[str, Callable[[list[str]], int]] = {
+    "overhead": overhead.main,
+    "serve": serve.main,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one benchmark; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Benchmarks on the real server. `python -m bench NAME --help` has the flags.",
+        epilog="overhead: throughput against stock SGLang at saturation. "
+        "serve: SLO attainment and goodput of several policies at an overload.",
+    )
+    parser.add_argument("name", choices=sorted(BENCHES))
+    args = parser.parse_args(argv[:1])
+    return BENCHES[args.name](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""SLO attainment and goodput per class and policy, on the real server at an overload.
+
+The real ``openai`` client sends a mix of streamed latency-sensitive, deadline-sensitive and
+best-effort chat requests with Poisson arrivals. Policies take turns on the same load, in an
+order that rotates: stock SGLang on a server of its own, ours on one server that is switched.
+Outcomes are judged on the client's clock (docs/metrics.md).
+"""
+
+import argparse
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench import report, servers
+from bench.load import Offer, Result, make_offers, play
+
+STOCK = "sglang"
+CLASSES = ("latency", "deadline", "best_effort")
+
+
+def main(argv: list[str]) -> int:
+    """``python -m bench serve``."""
+    parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
+    parser.add_argument("--policies", default="sglang,fcfs,edf,gmax", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=3.0, help="requests/s (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, per round")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--running", type=int, default=16, help="batch (default: %(default)s)")
+    parser.add_argument("--ttft", type=float, default=3.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--tbt", type=float, default=0.25, help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--deadline", type=float, default=15.0, help="seconds (default: %(default)s)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=160, help="(default: %(default)s)")
+    parser.add_argument("--prompts", type=Path, default=None, help="JSON lines with a prompt each")
+    parser.add_argument("--model", default="demo", help="as launch.py takes it")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one round of 40 s")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds, args.seconds = 1, 40.0
+    policies = args.policies.split(",")
+    results = _measure(args, policies)
+    summary = _summary(policies, results)
+    _print(args, policies, results)
+    raw = {policy: [msgspec.to_builtins(item) for item in results[policy]] for policy in policies}
+    report.write(args.json, "serve", summary, {"results": raw, "options": str(vars(args))})
+    return 0
+
+
+def _measure(args: argparse.Namespace, policies: Sequence[str]) -> dict[str, list[Result]]:
+    results: dict[str, list[Result]] = defaultdict(list)
+    flags = ["--max-running-requests", str(args.running)]
+    ours = [policy for policy in policies if policy != STOCK]
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        if STOCK in policies:
+            urls[STOCK] = stack.enter_context(servers.server(STOCK, flags, args.model))
+        if ours:
+            url = stack.enter_context(servers.server(ours[0], flags, args.model))
+            urls.update(dict.fromkeys(ours, url))
+        for round_index in range(args.rounds):
+            turn = round_index % len(policies)
+            offers = make_offers(
+                args.rate, args.seconds, args.max_tokens, args.prompts, args.seed + round_index
+            )
+            for policy in [*policies[turn:], *policies[:turn]]:
+                results[policy] += _round(args, policy, urls[policy], offers)
+                print(f"round {round_index + 1}/{args.rounds} {policy}: done", flush=True)
+    return results
+
+
+def _round(
+    args: argparse.Namespace, policy: str, url: str, offers: Sequence[Offer]
+) -> list[Result]:
+    if policy != STOCK:
+        servers.use_policy(url, policy)
+    servers.flush(url)
+    slo = {"latency": (args.ttft, args.tbt), "deadline": args.deadline}
+    return asyncio.run(play(url, offers, slo, patience_s=2 * args.deadline))
+
+
+def _goodput(results: Sequence[Result]) -> tuple[int, int]:
+    """Tokens and requests that met their SLO; best-effort has none and counts nowhere."""
+    return sum(item.goodput_tokens for item in results), sum(
+        item.met for item in results if item.slo_type != "best_effort"
+    )
+
+
+def _summary(policies: Sequence[str], results: dict[str, list[Result]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"requests": sum(len(items) for items in results.values())}
+    if "gmax" not in policies:
+        return summary
+    tokens, requests = _goodput(results["gmax"])
+    for policy in policies:
+        if policy != "gmax":
+            their_tokens, their_requests = _goodput(results[policy])
+            summary[f"token_goodput_ratio_vs_{policy}"] = round(tokens / max(their_tokens, 1), 3)
+            ratio = round(requests / max(their_requests, 1), 3)
+            summary[f"request_goodput_ratio_vs_{policy}"] = ratio
+    return summary
+
+
+def _print(
+    args: argparse.Namespace, policies: Sequence[str], results: dict[str, list[Result]]
+) -> None:
+    rows: list[list[Any]] = []
+    for policy in policies:
+        for slo_type in CLASSES:
+            items = [item for item in results[policy] if item.slo_type == slo_type]
+            rows.append([policy, slo_type, *_row(items)])
+        tokens, requests = _goodput(results[policy])
+        rows.append([policy, "all", len(results[policy]), None, requests, tokens, None, None, None])
+    headers = ["policy", "class", "requests", "SLO met", "met", "goodput tokens"]
+    headers += ["TTFT p50 s", "E2EL p50 s", "output tokens"]
+    print(report.table(headers, rows))
+    print(f"offered: {args.rate:g} requests/s, batch {args.running}")
+
+
+def _row(items: Sequence[Result]) -> list[Any]:
+    if not items:
+        return [0, None, 0, 0, None, None, 0]
+    met = sum(item.met for item in items)
+    ttfts = sorted(item.ttft_s for item in items if item.ttft_s is not None)
+    ends = sorted(item.e2el_s for item in items)
+    return [
+        len(items),
+        f"{100 * met / len(items):.0f} %",
+        met,
+        sum(item.goodput_tokens for item in items),
+        ttfts[len(ttfts) // 2] if ttfts else None,
+        ends[len(ends) // 2],
+        sum(item.output_tokens for item in items),
+    ]

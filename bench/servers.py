@@ -1,0 +1,76 @@
+"""Starts servers for a benchmark through ``launch.py`` and stops them again."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from core.clock import MonotonicClock
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 300.0
+
+
+class ServerFailedError(RuntimeError):
+    """A server did not start; the message ends with its log's tail."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(policy: str, flags: list[str], model: str = "demo") -> Iterator[str]:
+    """A running server's base URL; it sleeps while idle, so that two can share a machine."""
+    port = free_port()
+    command = [sys.executable, "launch.py", "--model", model, "--port", str(port)]
+    command += ["--policy", policy, "--sleep-on-idle", "--log-level", "warning", *flags]
+    with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix=f"bench-{policy}-") as log:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(process, url, Path(log.name))
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    clock = MonotonicClock()
+    end_s = clock.now_s() + START_LIMIT_S
+    while clock.now_s() < end_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready", timeout=2).status_code == httpx.codes.OK:
+                return
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise ServerFailedError(f"a server did not start:\n{tail}")
+
+
+def use_policy(url: str, policy: str) -> None:
+    """Switch one of our servers to another policy while it runs."""
+    response = httpx.post(f"{url}/slo/policy", json={"policy": policy}, timeout=30)
+    response.raise_for_status()
+
+
+def flush(url: str) -> None:
+    """Empty the prefix cache, so that no run profits from the one before."""
+    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()

@@ -1,0 +1,73 @@
+"""A seeded overload on the toy engine: exact figures, and what each policy makes of it.
+
+A change of these figures is a change of behaviour: look at it, say why in the commit, and
+write the new ones down.
+"""
+
+import random
+
+import pytest
+from toy_engine import Job, ToyEngine
+
+from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo, RequestTerms, Slo
+from scheduler.frame import FrameManager, SchedulerConfig
+from scheduler.lifecycle import RequestState
+
+
+def load(num_jobs: int, rate_per_s: float, seed: int) -> list[Job]:
+    rng = random.Random(seed)
+    jobs = []
+    at_s = 0.0
+    for index in range(num_jobs):
+        at_s += rng.expovariate(rate_per_s)
+        slo: Slo = rng.choices(
+            (LatencySlo(1.0, 0.05), DeadlineSlo(6.0), BestEffortSlo(600.0)), (2, 2, 1)
+        )[0]
+        output = min(int(rng.lognormvariate(4.0, 0.8)) + 1, 400)
+        jobs.append(Job(f"r{index}", RequestTerms(at_s, slo), rng.randrange(10, 200), output, 400))
+    return jobs
+
+
+def run(policy: str, jobs: list[Job]) -> ToyEngine:
+    config = SchedulerConfig(policy=policy, frame_steps=50, frame_s=0.3)
+    engine = ToyEngine(FrameManager(config), max_batch=8, total_kv=6000, total_slots=16)
+    engine.run(jobs)
+    return engine
+
+
+def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
+    return run(policy, load(300, rate_per_s, seed)).goodput
+
+
+EXPECTED = {"gmax": 24455, "fcfs": 7123, "edf": 8966, "sjf": 8753}
+
+
+@pytest.mark.parametrize("policy", list(EXPECTED))
+def test_the_goodput_of_a_seeded_overload_is_exactly_this(policy: str) -> None:
+    assert goodput(policy, 10.0) == EXPECTED[policy]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_gmax_has_the_most_goodput_of_all_at_an_overload(seed: int) -> None:
+    ours = goodput("gmax", 10.0, seed)
+    others = {policy: goodput(policy, 10.0, seed) for policy in EXPECTED if policy != "gmax"}
+    assert ours > 1.1 * max(others.values())
+
+
+def test_gmax_loses_nothing_where_everything_fits() -> None:
+    assert goodput("gmax", 2.0) >= 0.99 * max(goodput(policy, 2.0) for policy in EXPECTED)
+
+
+@pytest.mark.parametrize("policy", list(EXPECTED))
+def test_the_same_load_gives_the_same_plans(policy: str) -> None:
+    first, second = (
+        [str(engine.manager.last_plan), engine.steps, engine.now_s, engine.ended]
+        for engine in (run(policy, load(80, 12.0, 3)), run(policy, load(80, 12.0, 3)))
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("policy", list(EXPECTED))
+def test_best_effort_work_is_served_under_a_lasting_overload(policy: str) -> None:
+    engine = run(policy, load(300, 12.0, 5))
+    assert all(state is RequestState.FINISHED for state, _ in engine.ended.values())
