@@ -137,9 +137,10 @@ class OutcomeTracker:
             # Tokens sent together are as late as the earliest-due of them.
             first_due_s = token_due_at_s(self._terms, slo, self._sent)
             self._worst_s = max(self._worst_s, now_s - first_due_s)
-            overdue = math.ceil((now_s - first_due_s) / slo.target_tbt_s - 1e-9)
-            late = min(max(overdue, 0), total_tokens - self._sent)
-            self._goodput += total_tokens - self._sent - late
+            num_new = total_tokens - self._sent
+            overdue_tokens = (now_s - first_due_s) / slo.target_tbt_s - 1e-9
+            num_late = math.ceil(min(max(overdue_tokens, 0), num_new))
+            self._goodput += num_new - num_late
         self._sent = total_tokens
 
     def finish(self, input_tokens: int, now_s: float, reason: str | None = None) -> SloOutcome:

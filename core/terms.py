@@ -86,7 +86,8 @@ _MS_HEADERS: dict[str, str] = {
     "x-slo-ttft-ms": "target_ttft",
     "x-llm-d-slo-tpot-ms": "target_tbt",
     "x-slo-tpot-ms": "target_tbt",
-    "x-llm-d-inference-ttl": "deadline",
+    # The gateway's limit on the time in the queue, not on the answer.
+    "x-llm-d-inference-ttl": "waiting_time",
 }
 _NAME_HEADERS: dict[str, str] = {"x-dynamo-session-id": "program_id"}
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
@@ -182,21 +183,19 @@ def read_terms(
     given = _gather(body, headers)
     tenant = _tenant(body, headers, tenant)
     waiting = given.get("waiting_time")
-    on_miss = given.get("on_miss")
-    return RequestTerms(
-        arrival_s=now_s,
-        slo=_slo(
-            given,
-            is_stream=bool(body.get("stream")),
-            defaults=defaults,
-            programs=programs,
-            now_s=now_s,
-            tenant=tenant,
-        ),
-        waiting_time_s=defaults.waiting_time if waiting is None else _seconds(*waiting),
-        on_miss=defaults.on_miss if on_miss is None else _on_miss(*on_miss),
+    waiting_time_s = defaults.waiting_time if waiting is None else _seconds(*waiting)
+    miss = given.get("on_miss")
+    on_miss = defaults.on_miss if miss is None else _on_miss(*miss)
+    # Last: a refused call must not open or close a program.
+    slo = _slo(
+        given,
+        is_stream=bool(body.get("stream")),
+        defaults=defaults,
+        programs=programs,
+        now_s=now_s,
         tenant=tenant,
     )
+    return RequestTerms(now_s, slo, waiting_time_s, on_miss, tenant)
 
 
 def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _Named]:
@@ -255,7 +254,6 @@ def _compound(
     parents = _parents(*given["parents"]) if "parents" in given else ()
     node = _name(*given["node"]) if "node" in given else ""
     is_final = _boolean(*given["final"]) if "final" in given else False
-    # Validate everything first: a refused call must not open a program.
     at_s = programs.deadline_at_s(tenant, program_id, now_s + _seconds(*deadline))
     if is_final:
         programs.close(tenant, program_id)
@@ -277,7 +275,8 @@ def _seconds(name: str, value: Any) -> float:
 def _milliseconds(name: str, text: str) -> float:
     takes = f"takes a number of milliseconds above 0 and at most {MAX_TIME_S * 1000:.0f}"
     try:
-        value = float(text)
+        # Python's digit groups (1_000) are no number to anybody else.
+        value = float(text.replace("_", "?"))
     except ValueError:
         raise FieldError(name, f"{takes}, got {_shown(text)}") from None
     return _bounded(name, value, MAX_TIME_S * 1000, takes)

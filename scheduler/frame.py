@@ -48,6 +48,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ValueError(f"{name} must be a number of seconds above 0")
         if not 0 < self.length_quantile < 1:
             raise ValueError("length_quantile must be between 0 and 1")
+        if not 0 <= self.displace_margin < math.inf:
+            raise ValueError("displace_margin must be a number, 0 or more")
+        if not 0 <= self.max_moves_fraction <= 1:
+            raise ValueError("max_moves_fraction must be between 0 and 1")
 
 
 class FrameManager:
@@ -61,6 +65,8 @@ class FrameManager:
         self.step_time = StepTimeModel()
         self.num_arrived = 0
         self.num_ended: dict[RequestState, int] = dict.fromkeys(sorted(ENDED), 0)
+        self.num_parks = 0
+        self.num_preemptions = 0
         self.last_plan: FramePlan | None = None
         self._live: dict[str, Request] = {}
         self._timed: dict[str, float] = {}
@@ -120,6 +126,7 @@ class FrameManager:
 
     def parked(self, request_id: str) -> None:
         self._live[request_id].move_to(RequestState.PARKED)
+        self.num_parks += 1
 
     def resumed(self, request_id: str) -> None:
         self._live[request_id].move_to(RequestState.RUNNING)
@@ -127,6 +134,7 @@ class FrameManager:
     def preempted(self, request_id: str) -> None:
         """Its KV is gone; it keeps its arrival order and waits to be prefilled again."""
         self._live[request_id].move_to(RequestState.PREEMPTED)
+        self.num_preemptions += 1
         self._has_news = True
 
     def progressed(self, request_id: str, generated_tokens: int) -> None:
@@ -303,19 +311,21 @@ class FrameManager:
         chosen = [item for item in ranked if item[1].state is RequestState.RUNNING]
         slots = capacity.max_batch - len(chosen)
         room = _Room(capacity)
+        is_blocked = False
         for item in ranked:
             request = item[1]
             if slots <= 0:
                 break
             if request.state is RequestState.RUNNING:
                 continue
-            if request.holds_kv or not chosen or room.take(self._kv_need(request, capacity)):
+            if request.holds_kv or (not is_blocked and room.take(self._kv_need(request, capacity))):
                 chosen.append(item)
                 slots -= 1
             elif not self.policy.may_displace:
                 # Nobody will make room for it later: a strict order holds its place.
-                break
-        return chosen
+                is_blocked = True
+        # A prompt that never fits must run when nothing else does.
+        return chosen or ranked[:1]
 
     def _choose_with_moves(
         self,
@@ -324,7 +334,10 @@ class FrameManager:
         capacity: EngineCapacity,
     ) -> tuple[list[tuple[float, Request]], list[str], list[str]]:
         """The policy's group, within KV, slots and the bound on moves."""
-        group = self.policy.choose(ranked, capacity.max_batch)
+        # Whoever must run is no matter of choice.
+        group = [item for item in ranked if item[0] == math.inf][: capacity.max_batch]
+        others = [item for item in ranked if item[0] < math.inf]
+        group += self.policy.choose(others, capacity.max_batch - len(group))
         group_ids = {request.request_id for _, request in group}
         outside = [item for item in ranked if item[1].request_id not in group_ids]
         moves_left = max(1, int(capacity.max_batch * self.config.max_moves_fraction))
@@ -364,11 +377,11 @@ class FrameManager:
                     break
                 if item[1].request_id in taken:
                     continue
-                fits = item[1].holds_kv or room.take(self._kv_need(item[1], capacity))
                 # Skip, not stop: one that does not fit must not starve those that do.
-                if fits or not chosen:
+                if item[1].holds_kv or room.take(self._kv_need(item[1], capacity)):
                     chosen.append(item)
-        return chosen, park, preempt
+        # A prompt that never fits must run when nothing else does.
+        return chosen or ranked[:1], park, preempt
 
     @staticmethod
     def _shed(chosen: list[tuple[float, Request]], most: int) -> list[tuple[float, Request]]:
@@ -439,7 +452,7 @@ class FrameManager:
         slo = request.terms.slo
         if isinstance(slo, LatencySlo):
             due = (context.now_s + frame_s - request.next_due_s()) / slo.target_tbt_s
-            return int(min(max(math.ceil(due) + 1, 1), frame_tokens)) if due < 1e9 else frame_tokens
+            return math.floor(min(max(due, 0), frame_tokens - 1)) + 1
         if isinstance(slo, BestEffortSlo):
             return 1
         left_s = request.deadline_at_s - context.now_s

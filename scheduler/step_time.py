@@ -1,7 +1,5 @@
 """How long an engine step takes, fitted online to the steps that really ran."""
 
-import math
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +25,18 @@ class StepTimeModel:
     """
 
     _SCALE = np.array([1.0, 1e-1, 1e-4, 1e-3])
+    _MAX_INPUT = 1e4
+    _MAX_DURATION_S = 3600.0
+    _PRIOR_WEIGHT = np.eye(4) * 0.1
+    """What is known before any step, and never forgotten below this: a steady load says
+    nothing about most coefficients, and without it noise would blow those up."""
 
     def __init__(self, forgetting: float = 0.995, outlier_factor: float = 4.0) -> None:
         self._forgetting = forgetting
         self._outlier_factor = outlier_factor
         # A weak prior in the middle of what CPUs and GPUs do; a dozen steps outweigh it.
         self._theta: npt.NDArray[np.float64] = np.array([0.01, 0.01, 0.005, 0.1])
-        self._covariance: npt.NDArray[np.float64] = np.eye(4) * 10.0
+        self._information: npt.NDArray[np.float64] = self._PRIOR_WEIGHT.copy()
         self._num_steps = 0
         self._coefficients = tuple(float(x) for x in self._theta * self._SCALE)
 
@@ -49,21 +52,19 @@ class StepTimeModel:
         return constant, decode, context, prefill
 
     def observe(self, step: StepObservation) -> None:
-        """Learn from a step; nonsense durations (zero, negative, not finite) are ignored."""
-        if not (math.isfinite(step.duration_s) and step.duration_s > 0):
+        """Learn from a step; nonsense durations are ignored: none, negative, over an hour."""
+        if not 0 < step.duration_s <= self._MAX_DURATION_S:
             return
         inputs = self._inputs(step.num_decodes, step.context_tokens, step.prefill_tokens)
         duration_s = step.duration_s
         if self._num_steps >= 20:
             expected_s = self.step_s(step.num_decodes, step.context_tokens, step.prefill_tokens)
             duration_s = min(duration_s, self._outlier_factor * expected_s)
-        gain = self._covariance @ inputs
-        gain /= self._forgetting + inputs @ gain
-        self._theta += gain * (duration_s - inputs @ self._theta)
-        self._covariance -= np.outer(gain, inputs @ self._covariance)
-        self._covariance /= self._forgetting
-        # Directions that the load does not excite would otherwise grow without bound.
-        np.clip(self._covariance, -1e4, 1e4, out=self._covariance)
+        self._information *= self._forgetting
+        self._information += np.outer(inputs, inputs)
+        self._information += (1 - self._forgetting) * self._PRIOR_WEIGHT
+        error_s = duration_s - inputs @ self._theta
+        self._theta += np.linalg.solve(self._information, inputs) * error_s
         self._num_steps += 1
         clipped = np.maximum(self._theta, 0.0) * self._SCALE
         self._coefficients = tuple(float(x) for x in clipped)
@@ -80,4 +81,4 @@ class StepTimeModel:
 
     def _inputs(self, decodes: int, context: int, prefill: int) -> npt.NDArray[np.float64]:
         inputs: npt.NDArray[np.float64] = np.array([1.0, decodes, context, prefill]) * self._SCALE
-        return inputs
+        return np.minimum(inputs, self._MAX_INPUT)

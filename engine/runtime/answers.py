@@ -54,6 +54,10 @@ class AnswerLog:
         self._outcomes[answer_id] = outcome
         output["metadata"] = {"slo": to_json(outcome)}
 
+    def observe_error(self, message: str) -> None:
+        """SGLang gave an error in place of an answer."""
+        self.drop_reason = reason_of_drop(message) or self.drop_reason
+
     @property
     def is_complete(self) -> bool:
         """Every answer seen so far has ended."""
@@ -109,6 +113,11 @@ async def follow(generate: Any, manager: Any, obj: Any, request: Any = None) -> 
                     if isinstance(item, dict):
                         log.observe(item)
             yield output
+    except Exception as error:
+        # Where the answer is not streamed SGLang raises the abort instead of yielding it.
+        if log is not None:
+            log.observe_error(str(getattr(error, "detail", error)))
+        raise
     finally:
         await stream.aclose()
 

@@ -4,11 +4,12 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import yaml
 
+from core.terms import SloDefaults
 from engine.runtime.settings import STOCK_POLICY, Settings, SloConfig
 from scheduler.frame import SchedulerConfig
 from scheduler.policies import POLICIES
@@ -106,6 +107,14 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_FLAG_OF_SETTING = {
+    "frame_steps": "--frame-steps",
+    "frame_s": "--frame-seconds",
+    "max_decode_pause_s": "--max-decode-pause",
+    "length_quantile": "--length-quantile",
+}
+
+
 def own_settings(args: argparse.Namespace) -> Settings:
     """The settings that our flags describe. Raises UsageError naming the flag."""
     is_stock = args.policy == STOCK_POLICY
@@ -124,7 +133,8 @@ def own_settings(args: argparse.Namespace) -> Settings:
             max_decode_pause_s=args.max_decode_pause,
         )
     except ValueError as error:
-        raise UsageError(f"a scheduler flag is wrong: {error}") from error
+        name, _, complaint = str(error).partition(" ")
+        raise UsageError(f"{_FLAG_OF_SETTING.get(name, name)} {complaint}") from error
     return Settings(
         policy=args.policy,
         scheduler=scheduler,
@@ -141,13 +151,37 @@ def read_slo_config(path: Path | None) -> SloConfig:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--slo-config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = str(error).splitlines()[0]
-        raise UsageError(f"--slo-config {path}: not valid YAML: {line}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"--slo-config {path}: not valid YAML: {_problem(error)}") from error
+    data = {} if data is None else data
+    # Entry by entry first: msgspec does not say in which entry of a table the mistake is.
+    tables = data if isinstance(data, dict) else {}
+    for table in ("models", "tenants", "routes"):
+        entries = tables.get(table)
+        for key, entry in entries.items() if isinstance(entries, dict) else ():
+            _convert(entry, SloDefaults, path, f"{table}.{key}")
+    return _convert(data, SloConfig, path, "")
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong with a YAML file, and in which line where that is known."""
+    mark = getattr(error, "problem_mark", None)
+    line = "" if mark is None else f"line {mark.line + 1}: "
+    return line + str(getattr(error, "problem", None) or error).splitlines()[0]
+
+
+T = TypeVar("T")
+
+
+def _convert(data: Any, kind: type[T], path: Path, place: str) -> T:
+    """``data`` as ``kind``. Raises UsageError naming the file and the place in it."""
     try:
-        return msgspec.convert(data or {}, SloConfig)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"--slo-config {path}: {error}") from error
+        return msgspec.convert(data, kind)
+    except ValueError as error:
+        complaint, _, inner = str(error).partition(" - at `$")
+        where = f"{place}{inner.rstrip('`')}".strip(".")
+        prefix = f"{where}: " if where else ""
+        raise UsageError(f"--slo-config {path}: {prefix}{complaint}") from error
 
 
 def check_supported(server_args: Any, settings: Settings) -> None:

@@ -505,6 +505,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             "total_request_slots": int(self.req_to_token_pool.size),
             "max_batch": self._max_batch,
             "arrived": frames.num_arrived,
+            "num_parks": frames.num_parks,
+            "num_preemptions": frames.num_preemptions,
             "ended": {state.value: count for state, count in frames.num_ended.items()},
             "step_time_coefficients_s": list(frames.step_time.coefficients),
         }

@@ -5,6 +5,7 @@ with a 400 that names the field, and takes the fields out of the body before SGL
 Answers: writes ``metadata.slo`` into them and turns drops into 503s with ``Retry-After``.
 """
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import msgspec
 
 from core.clock import Clock
-from core.terms import HEADERS, SLO_FIELDS, FieldError, ProgramDeadlines, read_terms
+from core.terms import (
+    HEADERS,
+    SLO_FIELDS,
+    TENANT_HEADER,
+    FieldError,
+    ProgramDeadlines,
+    read_terms,
+)
 from engine.runtime import answers
 from engine.runtime.answers import AnswerLog
 from engine.runtime.settings import SloConfig
@@ -85,18 +93,26 @@ class SloMiddleware:
         route = scope["path"].rstrip("/")
         for params in (body, *_sampling_params(body)):
             check_answers(params)
-        user = body.get("user")
-        tenant = user if isinstance(user, str) else headers.get("authorization", "")
+        tenant = tenant_of(body, headers)
         model = body.get("model")
         defaults = self._slo.defaults_for(
             model if isinstance(model, str) else self._model, tenant, route
         )
         terms = read_terms(body, headers, defaults, self._programs, arrival_s, tenant)
         if any(field in body for field in SLO_FIELDS):
-            raw = msgspec.json.encode(
-                {name: value for name, value in body.items() if name not in SLO_FIELDS}
-            )
+            raw = without_slo_fields(raw, body)
         return raw, AnswerLog(terms, self._clock)
+
+
+def tenant_of(body: dict[str, Any], headers: dict[str, str]) -> str:
+    """Who is asking: its header, ``user``, else a digest of the API key (never the key)."""
+    if headers.get(TENANT_HEADER):
+        return headers[TENANT_HEADER]
+    user = body.get("user")
+    if isinstance(user, str) and user:
+        return user
+    key = headers.get("authorization", "")
+    return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}" if key else ""
 
 
 def check_answers(params: Any) -> None:
@@ -122,6 +138,17 @@ def decode(raw: bytes) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return value if isinstance(value, dict) else None
+
+
+def without_slo_fields(raw: bytes, body: dict[str, Any]) -> bytes:
+    """``raw``, which holds ``body``, without our fields; all else stays as the client wrote it."""
+    kept = [name for name in body if name not in SLO_FIELDS]
+    try:
+        values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # What only Python's parser takes (NaN, half a surrogate pair) is for SGLang to judge.
+        return json.dumps({name: body[name] for name in kept}).encode()
+    return msgspec.json.encode({name: values[name] for name in kept})
 
 
 async def read_body(receive: Receive) -> bytes | None:
@@ -215,7 +242,7 @@ class SloAnswer:
         chunk = self._held + message.get("body", b"")
         self._held = b""
         has_more = message.get("more_body", False)
-        if log.is_complete and has_more and b"data: [DONE]" not in chunk:
+        if log.is_complete and has_more and not is_last_event(chunk):
             # Possibly the last event that carries data: it may have to carry the outcome.
             cut = chunk.rstrip().rfind(b"\n\n")
             start = cut + 2 if cut >= 0 else 0
@@ -251,6 +278,11 @@ def _merge(value: dict[str, Any], outcome: dict[str, Any]) -> bool:
     metadata = target.get("metadata")
     target["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "slo": outcome}
     return True
+
+
+def is_last_event(chunk: bytes) -> bool:
+    """Whether the mark that ends a stream is in ``chunk``, on a line of its own."""
+    return b"\ndata: [DONE]" in b"\n" + chunk
 
 
 def add_outcome_to_events(chunk: bytes, log: AnswerLog) -> bytes:

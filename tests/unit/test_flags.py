@@ -1,0 +1,295 @@
+"""Our side of the command line, and the file of default SLOs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from core.slo import OnMiss
+from core.terms import SloDefaults
+from engine.runtime.flags import (
+    Parser,
+    UsageError,
+    add_own_flags,
+    check_supported,
+    own_settings,
+    read_slo_config,
+)
+from engine.runtime.settings import Settings, SloConfig
+from scheduler.frame import SchedulerConfig
+from scheduler.policies import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def parser() -> Parser:
+    """Our flags and one of SGLang's."""
+    made = Parser(prog="launch.py", allow_abbrev=False)
+    add_own_flags(made)
+    made.add_argument("--max-running-requests", type=int)
+    return made
+
+
+def settings_of(*argv: str) -> Settings:
+    """The settings that these flags describe."""
+    return own_settings(parser().parse_args(argv))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the file for `--slo-config`."""
+
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "slo.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+# Flags --------------------------------------------------------------------------------------------
+
+
+def test_without_flags_the_settings_are_the_defaults() -> None:
+    assert settings_of() == Settings(policy="gmax", scheduler=SchedulerConfig(), slo=SloConfig())
+
+
+def test_each_flag_reaches_its_setting() -> None:
+    settings = settings_of(
+        *("--policy", "edf", "--frame-steps", "8", "--frame-seconds", "0.25"),
+        *("--length-quantile", "0.5", "--max-decode-pause", "0.1", "--test-force-moves-every", "3"),
+    )
+    assert settings.policy == "edf"
+    assert settings.force_moves_every == 3
+    assert settings.scheduler == SchedulerConfig(
+        policy="edf", frame_steps=8, frame_s=0.25, length_quantile=0.5, max_decode_pause_s=0.1
+    )
+
+
+def test_stock_scheduling_is_a_policy_by_name_and_not_one_of_ours() -> None:
+    settings = settings_of("--policy", "sglang")
+    assert settings.is_stock
+    assert settings.scheduler.policy in POLICIES
+    assert not settings_of("--policy", "fcfs").is_stock
+
+
+def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.runtime import settings as module
+
+    monkeypatch.delenv(module.ENVIRONMENT_VARIABLE, raising=False)
+    assert module.from_environment() is None
+    sent = settings_of("--policy", "edf", "--frame-steps", "8")
+    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, "placeholder, restored afterwards")
+    sent.to_environment()
+    assert module.from_environment() == sent
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        ("--frame-steps", "0", "must be at least 1, got 0"),
+        ("--frame-steps", "-3", "must be at least 1, got -3"),
+        ("--frame-seconds", "0", "must be a number of seconds above 0"),
+        ("--frame-seconds", "nan", "must be a number of seconds above 0"),
+        ("--max-decode-pause", "inf", "must be a number of seconds above 0"),
+        ("--length-quantile", "1.5", "must be between 0 and 1"),
+        ("--max-parked-requests", "-1", "must be 0 or more"),
+        ("--test-force-moves-every", "-1", "must be 0 or more"),
+        ("--drain-seconds", "-1", "must be a number of seconds, 0 or more"),
+        ("--drain-seconds", "nan", "must be a number of seconds, 0 or more"),
+        ("--drain-seconds", "inf", "must be a number of seconds, 0 or more"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(
+    flag: str, value: str, complaint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_of(f"{flag}={value}")
+    assert str(caught.value) == f"{flag} {complaint}"
+
+
+@pytest.mark.parametrize("value", ["0", "7"])
+def test_no_parked_requests_and_no_drain_time_are_allowed(value: str) -> None:
+    settings_of("--max-parked-requests", value, "--drain-seconds", value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--polcy", "gmax"], "unrecognized arguments: --polcy gmax; did you mean --policy?"),
+        (["--frame-step=8"], "unrecognized arguments: --frame-step=8; did you mean --frame-steps?"),
+        (
+            ["--max-runing-requests", "8"],
+            "unrecognized arguments: --max-runing-requests 8; did you mean --max-running-requests?",
+        ),
+        (["--zzz"], "unrecognized arguments: --zzz; --help lists all"),
+        (["stray"], "unrecognized arguments: stray; --help lists all"),
+    ],
+)
+def test_an_unknown_flag_ends_in_one_line_with_a_suggestion_where_one_is_close(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"launch.py: error: {complaint}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--policy", "psychic"], ("--policy", "'psychic'", "'sglang'", *map(repr, POLICIES))),
+        (["--frame-steps", "many"], ("--frame-steps", "'many'")),
+    ],
+)
+def test_a_value_of_the_wrong_kind_ends_in_one_line(
+    argv: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words)
+
+
+def test_the_help_gives_every_flag_of_ours_its_default() -> None:
+    ours = next(group for group in parser()._action_groups if group.title == "JITServe")
+    assert len(ours._group_actions) >= 9
+    for action in ours._group_actions:
+        assert action.help is not None
+        assert "default: " in action.help, action.option_strings
+
+
+# The file of default SLOs -------------------------------------------------------------------------
+
+
+def test_without_a_file_or_with_an_empty_one_the_shipped_defaults_hold(
+    written: Callable[[str], Path],
+) -> None:
+    assert read_slo_config(None) == SloConfig()
+    assert read_slo_config(written("")) == SloConfig()
+    assert read_slo_config(written("# nothing yet\n")) == SloConfig()
+
+
+def test_a_file_sets_defaults_per_model_tenant_and_route(written: Callable[[str], Path]) -> None:
+    path = written(
+        """
+        default: {target_ttft: 3, waiting_time: 30}
+        models: {small: {target_tbt: 0.1}}
+        tenants: {ann: {on_miss: cancel, deadline: 20}}
+        routes: {/generate: {streaming_is_latency_sensitive: false}}
+        """
+    )
+    assert read_slo_config(path) == SloConfig(
+        default=SloDefaults(target_ttft=3, waiting_time=30),
+        models={"small": SloDefaults(target_tbt=0.1)},
+        tenants={"ann": SloDefaults(on_miss=OnMiss.CANCEL, deadline=20)},
+        routes={"/generate": SloDefaults(streaming_is_latency_sensitive=False)},
+    )
+    assert settings_of("--slo-config", str(path)).slo == read_slo_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("defaults: {deadline: 5}", "Object contains unknown field `defaults`"),
+        ("default: {dead_line: 5}", "default: Object contains unknown field `dead_line`"),
+        ("default: {deadline: soon}", "default.deadline: Expected `float`, got `str`"),
+        ("default: {deadline: true}", "default.deadline: Expected `float`, got `bool`"),
+        ("default: {deadline: 0}", "default: deadline: takes a number of seconds above 0"),
+        ("default: {waiting_time: -1}", "default: waiting_time: takes a number of seconds above 0"),
+        ("default: {deadline: .nan}", "default: deadline: takes a number of seconds above 0"),
+        (f"default: {{deadline: 1{'0' * 400}}}", "default.deadline: Number out of range"),
+        ("default: {on_miss: explode}", "default.on_miss: Invalid enum value 'explode'"),
+        ("default: 5", "default: Expected `object`, got `int`"),
+        ("models: {big: {deadline: 0}}", "models.big: deadline: takes a number of seconds above 0"),
+        ("models: {big: {deadline: x}}", "models.big.deadline: Expected `float`, got `str`"),
+        ("tenants: {ann: {speed: 1}}", "tenants.ann: Object contains unknown field `speed`"),
+        ("routes: {/generate: 5}", "routes./generate: Expected `object`, got `int`"),
+        ("models: [big]", "models: Expected `object`, got `array`"),
+        ("models: {1: {}}", "Expected `str`, got `int` - at `key` in `$.models`"),
+        ("- default", "Expected `object`, got `array`"),
+        ("[]", "Expected `object`, got `array`"),
+        ("false", "Expected `object`, got `bool`"),
+        ("default: [", "not valid YAML: line 1: "),
+        ("default: {}\n\ttenants: {}", "not valid YAML: line 2: "),
+        ("default: !!python/object:os.system {}", "not valid YAML: line 1: could not determine"),
+        ("default: {}\nday: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        (b"\xff\xfe\x00", "not valid YAML: 'utf-8' codec can't decode"),
+        (b"a: \x00", "not valid YAML: unacceptable character"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence_with_the_file_and_the_place(
+    written: Callable[[str | bytes], Path], text: str | bytes, complaint: str
+) -> None:
+    path = written(text)
+    with pytest.raises(UsageError) as caught:
+        settings_of("--slo-config", str(path))
+    assert str(caught.value).startswith(f"--slo-config {path}: {complaint}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_no_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"^--slo-config {tmp_path}/none: No such file"):
+        read_slo_config(tmp_path / "none")
+    with pytest.raises(UsageError, match=rf"^--slo-config {tmp_path}: Is a directory"):
+        read_slo_config(tmp_path)
+
+
+# What cannot be served yet ------------------------------------------------------------------------
+
+
+def server_args(**changed: Any) -> SimpleNamespace:
+    """SGLang's parsed arguments, as far as they are looked at."""
+    plain = {
+        "tokenizer_worker_num": 1,
+        "speculative_algorithm": None,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+        "enable_dp_attention": False,
+        "enable_priority_scheduling": False,
+        "schedule_policy": "fcfs",
+    }
+    return SimpleNamespace(**(plain | changed))
+
+
+UNSUPPORTED = [
+    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+    ({"pp_size": 2}, "--pp-size"),
+    ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+    ({"enable_dp_attention": True}, "--enable-dp-attention"),
+    ({"enable_pdmux": True}, "--enable-pdmux"),
+    ({"dllm_algorithm": "x"}, "--dllm-algorithm"),
+    ({"enable_hisparse": True}, "--enable-hisparse"),
+    ({"enable_priority_scheduling": True}, "--enable-priority-scheduling"),
+    ({"schedule_policy": "lpm"}, "--schedule-policy"),
+    ({"enable_lora": True}, "--enable-lora"),
+    ({"nnodes": 2}, "--nnodes"),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plain_server_is_supported_under_every_policy(policy: str) -> None:
+    check_supported(server_args(), settings_of("--policy", policy))
+
+
+@pytest.mark.parametrize(("changed", "flag"), UNSUPPORTED)
+def test_what_our_scheduler_cannot_serve_is_refused_and_stock_scheduling_serves_it(
+    changed: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_supported(server_args(**changed), settings_of())
+    assert flag in str(caught.value)
+    assert str(caught.value).endswith(
+        "is not supported with --policy gmax yet; use --policy sglang for SGLang's own scheduler"
+    )
+    check_supported(server_args(**changed), settings_of("--policy", "sglang"))
+
+
+@pytest.mark.parametrize("policy", ["gmax", "sglang"])
+def test_several_tokenizer_processes_are_refused_under_every_policy(policy: str) -> None:
+    with pytest.raises(UsageError, match="--tokenizer-worker-num above 1 is not supported"):
+        check_supported(server_args(tokenizer_worker_num=2), settings_of("--policy", policy))

@@ -1,0 +1,234 @@
+"""What we take from SGLang is where the pinned version has it.
+
+When one of these fails after an upgrade, read the sentence: it names what moved. Everything of
+SGLang's that we override, wrap or call is listed in engine/runtime/overrides.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runtime.overrides import (
+    GENERATE_REQUEST,
+    OVERRIDDEN_METHODS,
+    SCHEDULER,
+    USED_METHODS,
+    USED_NAMES,
+    VERIFY_SAMPLING,
+)
+
+# Importing SGLang takes a quarter of a minute on two idle cores, and it warns of missing GPUs.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOOK = "look in engine/runtime/overrides.py for who needs it"
+
+
+def pinned_version() -> str:
+    """The version of SGLang in pyproject.toml."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (pin,) = [item for item in project["dependencies"] if item.startswith("sglang")]
+    name, _, version = pin.partition("==")
+    assert (name, bool(version)) == ("sglang", True), f"sglang must be pinned with ==, not {pin!r}"
+    return version
+
+
+def resolve(dotted: str) -> Any:
+    """The object of a dotted name; fails with a sentence that says how far the name leads."""
+    parts = dotted.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for position, part in enumerate(parts[1:], start=1):
+        here = ".".join(parts[:position])
+        if not hasattr(found, part) and inspect.ismodule(found):
+            try:
+                importlib.import_module(f"{here}.{part}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{here}.{part}":
+                    raise
+        if not hasattr(found, part):
+            pytest.fail(
+                f"{dotted} has moved: SGLang {importlib.metadata.version('sglang')} has no "
+                f"{part!r} in {here}; {LOOK}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> type:
+    """SGLang's own scheduler class."""
+    found = resolve(SCHEDULER)
+    assert isinstance(found, type)
+    return found
+
+
+@pytest.fixture(scope="module")
+def frame_scheduler() -> type:
+    """Ours."""
+    from engine.runtime.frame_scheduler import FrameScheduler
+
+    return FrameScheduler
+
+
+def test_the_installed_sglang_is_the_pinned_one() -> None:
+    installed = importlib.metadata.version("sglang")
+    assert installed == pinned_version(), (
+        f"sglang {installed} is installed and pyproject.toml pins {pinned_version()}: run "
+        "`make setup`, or change the pin after this whole file passes"
+    )
+
+
+@pytest.mark.parametrize("dotted", USED_NAMES)
+def test_a_name_that_we_use_is_where_it_was(dotted: str) -> None:
+    resolve(dotted)
+
+
+@pytest.mark.parametrize("name", [*OVERRIDDEN_METHODS, *USED_METHODS])
+def test_a_method_that_we_override_or_call_is_still_one_of_the_scheduler(
+    scheduler: type, name: str
+) -> None:
+    method = getattr(scheduler, name, None)
+    assert callable(method), (
+        f"SGLang's Scheduler has no method {name!r} any more: search for it in {SCHEDULER} and "
+        f"the mixins beside it; {LOOK}"
+    )
+
+
+def test_our_scheduler_is_a_subclass_and_overrides_exactly_what_is_listed(
+    scheduler: type, frame_scheduler: type
+) -> None:
+    assert issubclass(frame_scheduler, scheduler)
+    ours = {name for name, value in vars(frame_scheduler).items() if inspect.isfunction(value)}
+    overridden = {name for name in ours if hasattr(scheduler, name)} - {"__init__"}
+    unlisted, idle = overridden - set(OVERRIDDEN_METHODS), set(OVERRIDDEN_METHODS) - overridden
+    assert not unlisted, (
+        f"FrameScheduler overrides {sorted(unlisted)} of SGLang's Scheduler and "
+        "OVERRIDDEN_METHODS does not say so: list it, or give our own method another name"
+    )
+    assert not idle, f"OVERRIDDEN_METHODS lists {sorted(idle)}, which FrameScheduler lacks"
+
+
+def attributes_of_self(cls: type) -> set[str]:
+    """Every name that the code of a class, its bases included, has behind ``self.``."""
+    names: set[str] = set()
+    for base in cls.__mro__[:-1]:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if is_attribute and node.value.id == "self":
+                names.add(node.attr)
+    return names
+
+
+def test_the_attributes_that_we_read_are_still_those_of_the_scheduler(
+    scheduler: type, frame_scheduler: type
+) -> None:
+    own_source = ast.parse(textwrap.dedent(inspect.getsource(frame_scheduler)))
+    used, own = set(), set(vars(frame_scheduler))
+    for node in ast.walk(own_source):
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_attribute and node.value.id == "self":
+            used.add(node.attr)
+            if isinstance(node.ctx, ast.Store) and node.attr.startswith("_"):
+                own.add(node.attr)
+    theirs = attributes_of_self(scheduler) | set(dir(scheduler))
+    gone = used - own - theirs
+    assert not gone, (
+        f"FrameScheduler reads self.{', self.'.join(sorted(gone))}, which SGLang's Scheduler does "
+        f"not have any more: search for its new name in {SCHEDULER} and the mixins beside it"
+    )
+    methods = {name for name in used - own if inspect.isfunction(getattr(scheduler, name, None))}
+    unlisted = methods - set(USED_METHODS) - set(OVERRIDDEN_METHODS)
+    assert not unlisted, f"list in USED_METHODS that FrameScheduler calls {sorted(unlisted)}"
+
+
+def named_parameters(method: Any) -> list[str]:
+    """The names of a method's parameters, in order, without *args and **kwargs."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in named]
+
+
+@pytest.mark.parametrize("name", ["__init__", *OVERRIDDEN_METHODS])
+def test_an_overriding_method_takes_the_parameters_of_the_one_it_overrides(
+    scheduler: type, frame_scheduler: type, name: str
+) -> None:
+    theirs, ours = getattr(scheduler, name), getattr(frame_scheduler, name)
+    their_names, our_names = named_parameters(theirs), named_parameters(ours)
+    if name == "__init__":
+        our_names = our_names[:3]
+        their_names = their_names[:3]
+    assert our_names == their_names[: len(our_names)], (
+        f"Scheduler.{name} now takes {inspect.signature(theirs)} and FrameScheduler.{name} names "
+        f"{our_names}: SGLang passes arguments by name, so ours must be called alike"
+    )
+    rest = [
+        parameter
+        for parameter in list(inspect.signature(theirs).parameters.values())[len(our_names) :]
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    kinds = {parameter.kind for parameter in inspect.signature(ours).parameters.values()}
+    passes_on = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    assert not rest or passes_on or name == "__init__", (
+        f"Scheduler.{name} now takes {[parameter.name for parameter in rest]} too: "
+        f"FrameScheduler.{name} must take it and pass it on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dotted", "names"),
+    [
+        (VERIFY_SAMPLING, ["self", "vocab_size"]),
+        (GENERATE_REQUEST, ["self", "obj", "request"]),
+        ("sglang.srt.managers.scheduler._make_abort_req", ["req", "finished_reason"]),
+        ("sglang.srt.mem_cache.common.release_kv_cache", ["req", "tree_cache"]),
+        ("sglang.srt.mem_cache.common.evict_from_tree_cache", ["tree_cache", "num_tokens"]),
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch", ["self", "other"]),
+    ],
+)
+def test_what_we_wrap_or_call_takes_the_arguments_that_we_give(
+    dotted: str, names: list[str]
+) -> None:
+    parameters = list(inspect.signature(resolve(dotted)).parameters)
+    assert parameters[: len(names)] == names, (
+        f"{dotted} now takes ({', '.join(parameters)}) and we count on ({', '.join(names)}); {LOOK}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dotted", "name"),
+    [
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", "keep_indices"),
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", "reqs_to_exclude"),
+        ("sglang.srt.mem_cache.common.release_kv_cache", "checkpoint"),
+        (
+            "sglang.srt.entrypoints.http_server.launch_server",
+            "run_scheduler_process_func",
+        ),
+        ("sglang.srt.managers.schedule_batch.NextBatchPlan", "batch_to_run"),
+        ("sglang.srt.managers.schedule_batch.NextBatchPlan", "running_batch"),
+    ],
+)
+def test_what_we_pass_by_name_is_still_called_so(dotted: str, name: str) -> None:
+    parameters = inspect.signature(resolve(dotted)).parameters
+    assert name in parameters, (
+        f"{dotted} takes no {name!r} any more but ({', '.join(parameters)}); {LOOK}"
+    )
+
+
+def test_the_entry_points_that_pyproject_names_lead_to_our_plugin() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
+        for target in project["entry-points"][group].values():
+            module, _, function = target.partition(":")
+            assert callable(getattr(importlib.import_module(module), function, None)), (
+                f"pyproject.toml gives {target} to {group}, and there is no such function"
+            )
