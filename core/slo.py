@@ -42,6 +42,8 @@ class CompoundSlo(msgspec.Struct, frozen=True, tag="compound"):
     parents: tuple[str, ...] = ()
     node: str = ""
     final: bool = False
+    program_age_s: float = 0.0
+    """How long before this call the program's first call arrived."""
 
 
 class BestEffortSlo(msgspec.Struct, frozen=True, tag="best_effort"):
@@ -172,10 +174,21 @@ class OutcomeTracker:
             output_tokens=self._sent,
             target_ttft=slo.target_ttft_s if isinstance(slo, LatencySlo) else None,
             target_tbt=slo.target_tbt_s if isinstance(slo, LatencySlo) else None,
-            deadline=None if isinstance(slo, LatencySlo) else slo.deadline_s,
+            deadline=_deadline_asked_for(slo),
             program_id=slo.program_id if isinstance(slo, CompoundSlo) else None,
             reason=reason,
         )
+
+
+def _deadline_asked_for(slo: Slo) -> float | None:
+    """Of a program: the one that its first call set, from that call's arrival."""
+    match slo:
+        case LatencySlo():
+            return None
+        case CompoundSlo():
+            return round(slo.deadline_s + slo.program_age_s, 6)
+        case DeadlineSlo(deadline_s) | BestEffortSlo(deadline_s):
+            return deadline_s
 
 
 def _since(at_s: float | None, start_s: float) -> float | None:

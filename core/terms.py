@@ -127,32 +127,39 @@ class SloDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             _seconds("waiting_time", self.waiting_time)
 
 
+class ProgramClock(NamedTuple):
+    """When a program's first call arrived and when the whole program is due, absolute."""
+
+    opened_s: float
+    deadline_at_s: float
+
+
 class ProgramDeadlines:
-    """Absolute deadlines of running programs, by tenant and id; the first call sets one.
+    """Running programs by tenant and id; the first call sets the deadline of all.
 
     Bounded: the least recently used program is forgotten first, so a program that goes
     quiet while very many others are active may get a new deadline.
     """
 
     def __init__(self, max_programs: int = 10_000) -> None:
-        self._deadline_at_s: dict[tuple[str, str], float] = {}
+        self._programs: dict[tuple[str, str], ProgramClock] = {}
         self._max_programs = max_programs
 
-    def deadline_at_s(self, tenant: str, program_id: str, first_call_at_s: float) -> float:
-        """The program's deadline; ``first_call_at_s`` where this is its first call."""
+    def join(self, tenant: str, program_id: str, now_s: float, deadline_s: float) -> ProgramClock:
+        """A call of the program arrives; ``deadline_s`` counts where it is the first."""
         key = (tenant, program_id)
-        at_s = self._deadline_at_s.pop(key, first_call_at_s)
-        self._deadline_at_s[key] = at_s
-        while len(self._deadline_at_s) > self._max_programs:
-            del self._deadline_at_s[next(iter(self._deadline_at_s))]
-        return at_s
+        clock = self._programs.pop(key, ProgramClock(now_s, now_s + deadline_s))
+        self._programs[key] = clock
+        while len(self._programs) > self._max_programs:
+            del self._programs[next(iter(self._programs))]
+        return clock
 
     def close(self, tenant: str, program_id: str) -> None:
         """Forget a program: its final call has arrived."""
-        self._deadline_at_s.pop((tenant, program_id), None)
+        self._programs.pop((tenant, program_id), None)
 
     def __len__(self) -> int:
-        return len(self._deadline_at_s)
+        return len(self._programs)
 
 
 class _Named(NamedTuple):
@@ -254,10 +261,17 @@ def _compound(
     parents = _parents(*given["parents"]) if "parents" in given else ()
     node = _name(*given["node"]) if "node" in given else ""
     is_final = _boolean(*given["final"]) if "final" in given else False
-    at_s = programs.deadline_at_s(tenant, program_id, now_s + _seconds(*deadline))
+    clock = programs.join(tenant, program_id, now_s, _seconds(*deadline))
     if is_final:
         programs.close(tenant, program_id)
-    return CompoundSlo(at_s - now_s, program_id, parents, node, is_final)
+    return CompoundSlo(
+        clock.deadline_at_s - now_s,
+        program_id,
+        parents,
+        node,
+        is_final,
+        program_age_s=now_s - clock.opened_s,
+    )
 
 
 def _tenant(body: Mapping[str, Any], headers: Mapping[str, str], fallback: str) -> str:
@@ -278,23 +292,23 @@ def _milliseconds(name: str, text: str) -> float:
         # Python's digit groups (1_000) are no number to anybody else.
         value = float(text.replace("_", "?"))
     except ValueError:
-        raise FieldError(name, f"{takes}, got {_shown(text)}") from None
+        raise FieldError(name, f"{takes}, got {shown(text)}") from None
     return _bounded(name, value, MAX_TIME_S * 1000, takes)
 
 
 def _bounded(name: str, value: Any, most: float, takes: str) -> float:
     # A bool is an int to Python, never a time to a sender.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FieldError(name, f"{takes}, got {_shown(value)}")
+        raise FieldError(name, f"{takes}, got {shown(value)}")
     if not (math.isfinite(value) if isinstance(value, float) else True) or not 0 < value <= most:
-        raise FieldError(name, f"{takes}, got {_shown(value)}")
+        raise FieldError(name, f"{takes}, got {shown(value)}")
     return float(value)
 
 
 def _name(name: str, value: Any) -> str:
     takes = f"takes a string of 1 to {MAX_NAME_CHARS} characters"
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise FieldError(name, f"{takes}, got {_shown(value)}")
+        raise FieldError(name, f"{takes}, got {shown(value)}")
     return value
 
 
@@ -306,7 +320,7 @@ def _parents(name: str, value: Any) -> tuple[str, ...]:
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise FieldError(name, f"takes true or false, got {_shown(value)}")
+        raise FieldError(name, f"takes true or false, got {shown(value)}")
     return value
 
 
@@ -315,10 +329,11 @@ def _on_miss(name: str, value: Any) -> OnMiss:
         return OnMiss(value)
     except ValueError:
         choices = " or ".join(f'"{choice.value}"' for choice in OnMiss)
-        raise FieldError(name, f"takes {choices}, got {_shown(value)}") from None
+        raise FieldError(name, f"takes {choices}, got {shown(value)}") from None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in an error message: short, and printable whatever it is."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return "a huge integer"  # Python refuses to print the hugest
     text = f"{value!r:.200}"

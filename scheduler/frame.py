@@ -259,8 +259,9 @@ class FrameManager:
         chosen_ids = {request.request_id for _, request in chosen}
         if kind is PlanKind.FRAME:
             for request in live:
-                is_served = request.request_id in chosen_ids
-                request.frames_waited = 0 if is_served else request.frames_waited + 1
+                if request.request_id not in chosen_ids and not _rests(request, now_s):
+                    # Kept while it runs: an equal that waited less must not displace it.
+                    request.frames_waited += 1
         moves = self._moves(ranked, chosen_ids, set(park), set(preempt))
         return FramePlan(
             frame=self._frame,
@@ -419,7 +420,7 @@ class FrameManager:
                 not victim.holds_kv
                 or victim.is_pinned
                 or victim.request_id in preempt
-                or victim_score * (1 + self.config.displace_margin) >= score
+                or victim_score + abs(victim_score) * self.config.displace_margin >= score
             ):
                 continue
             loss += self.step_time.prefill_s(victim.context_tokens) * speed
@@ -541,6 +542,11 @@ class _Room:
     def give(self, kv_tokens: int) -> None:
         self.kv_tokens += kv_tokens
         self.slots += 1
+
+
+def _rests(request: Request, now_s: float) -> bool:
+    """A stream ahead of its timeline loses nothing by waiting."""
+    return request.is_latency and request.holds_kv and request.next_due_s() > now_s
 
 
 def _ids(decisions: tuple[Decision, ...], move: Move) -> tuple[str, ...]:

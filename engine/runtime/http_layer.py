@@ -7,7 +7,7 @@ Answers: writes ``metadata.slo`` into them and turns drops into 503s with ``Retr
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -20,8 +20,9 @@ from core.terms import (
     FieldError,
     ProgramDeadlines,
     read_terms,
+    shown,
 )
-from engine.runtime import answers
+from engine.runtime import answers, sampling_guard
 from engine.runtime.answers import AnswerLog
 from engine.runtime.settings import SloConfig
 
@@ -92,7 +93,7 @@ class SloMiddleware:
         }
         route = scope["path"].rstrip("/")
         for params in (body, *_sampling_params(body)):
-            check_answers(params)
+            check_integers(params)
         tenant = tenant_of(body, headers)
         model = body.get("model")
         defaults = self._slo.defaults_for(
@@ -115,12 +116,23 @@ def tenant_of(body: dict[str, Any], headers: dict[str, str]) -> str:
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}" if key else ""
 
 
-def check_answers(params: Any) -> None:
-    """``n`` where OpenAI's and SGLang's bodies have it."""
-    try:
-        answers.check_n(params.get("n") if isinstance(params, dict) else None)
-    except ValueError as error:
-        raise FieldError("n", str(error).removeprefix("n: ")) from None
+INTEGER_FIELDS: Mapping[str, tuple[int, int]] = {
+    "n": (1, answers.MAX_N),
+    "top_k": (-1, sampling_guard.MAX_TOP_K),
+}
+"""Fields whose senseless values SGLang accepts, or refuses without naming them."""
+
+
+def check_integers(params: Any) -> None:
+    """The fields of ``INTEGER_FIELDS`` where OpenAI's and SGLang's bodies have them."""
+    if not isinstance(params, dict):
+        return
+    for name, (least, most) in INTEGER_FIELDS.items():
+        value = params.get(name)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_whole and least <= value <= most):
+            takes = f"takes a whole number from {least} to {most}"
+            raise FieldError(name, f"{takes}, got {shown(value)}")
 
 
 def _sampling_params(body: dict[str, Any]) -> list[Any]:

@@ -29,19 +29,23 @@ REPORT_KEYS = {"type", "ttft_s", "worst_lateness_s", "e2el_s", "met", "goodput_t
 # Bodies -------------------------------------------------------------------------------------------
 
 
+MODEL = "SmolLM2-135M-Instruct"
+"""The Responses API takes no other name than the one that is served."""
+
+
 def _chat_body(prompt: str, max_tokens: int, sampling: Json) -> Json:
     messages = [{"role": "user", "content": prompt}]
-    return {"model": "default", "messages": messages, "max_tokens": max_tokens} | sampling
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens} | sampling
 
 
 def _completions_body(prompt: str, max_tokens: int, sampling: Json) -> Json:
-    return {"model": "default", "prompt": prompt, "max_tokens": max_tokens} | sampling
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens} | sampling
 
 
 def _responses_body(prompt: str, max_tokens: int, sampling: Json) -> Json:
     # The Responses API has neither `ignore_eos` nor `n`; it is called with what it knows.
     known = {name: value for name, value in sampling.items() if name in {"temperature", "top_k"}}
-    return {"model": "default", "input": prompt, "max_output_tokens": max_tokens} | known
+    return {"model": MODEL, "input": prompt, "max_output_tokens": max_tokens} | known
 
 
 def _generate_body(prompt: str, max_tokens: int, sampling: Json) -> Json:
@@ -406,7 +410,7 @@ def _wait_for_a_standing_queue(http: httpx.Client, num_requests: int) -> None:
 
     def look() -> list[bool]:
         state = scheduler_state(http)
-        queued = int(state["num_waiting"]) + int(state["num_preempted"])
+        queued = sum(int(state[key]) for key in ("num_waiting", "num_preempted", "num_parked"))
         has_queue = num_live(state) >= num_requests and state["num_running"] > 0 and queued > 0
         looks.append(has_queue)
         return looks[-4:]

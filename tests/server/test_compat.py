@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # What the clients' own imports warn about is not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODEL = "default"
+MODEL = "SmolLM2-135M-Instruct"
 CAPITAL = "What is the capital of France? Answer in one sentence."
 
 

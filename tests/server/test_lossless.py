@@ -20,11 +20,11 @@ from serving import RunServer, Server
 POLICIES = ("gmax", "fcfs", "edf", "sjf")
 NUM_CLIENTS = 24
 FLAGS = (
-    *("--max-total-tokens", "700", "--chunked-prefill-size", "128"),
+    *("--max-total-tokens", "420", "--chunked-prefill-size", "128"),
     # Admit eagerly, so that the pool does run out.
-    *("--max-running-requests", "12", "--schedule-conservativeness", "0.05"),
+    *("--max-running-requests", "10", "--schedule-conservativeness", "0.05"),
 )
-WORDS = "the of and a to in is you that it he was for on are as with his they I at be this".split()
+WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on")
 CITY_SCHEMA = (
     '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, '
     '"size": {"type": "integer"}}, "required": ["city", "size"]}'
@@ -36,18 +36,18 @@ def make_load(seed: int = 3) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     load = []
     for _ in range(NUM_CLIENTS):
-        prompt = " ".join(rng.choice(WORDS) for _ in range(rng.choice([3, 10, 30, 60, 200])))
-        tokens = rng.choice([5, 20, 40, 70])
+        prompt = " ".join(rng.choice(WORDS) for _ in range(rng.choice([3, 10, 30, 60, 150])))
+        tokens = rng.choice([5, 12, 24, 40])
         load.append({"text": prompt, "sampling_params": params(tokens, ignore_eos=True)})
     story = "Once upon a time there was a king who"
     load += [
-        {"text": story, "sampling_params": params(40, stop=["."])},
-        {"text": story, "sampling_params": params(30), "return_logprob": True},
-        {"text": "A city as JSON: ", "sampling_params": params(40, json_schema=CITY_SCHEMA)},
-        {"text": "The sum of 2 and 2", "sampling_params": params(20, n=2)},
-        {"text": story + " had", "sampling_params": params(40, frequency_penalty=0.7)},
-        {"text": "Say yes.", "sampling_params": params(30, min_new_tokens=12)},
-        {"text": story + " loved", "sampling_params": params(20), "stream": True},
+        {"text": story, "sampling_params": params(30, stop=["."])},
+        {"text": story, "sampling_params": params(16), "return_logprob": True},
+        {"text": "A city as JSON: ", "sampling_params": params(30, json_schema=CITY_SCHEMA)},
+        {"text": "The sum of 2 and 2", "sampling_params": params(12, n=2)},
+        {"text": story + " had", "sampling_params": params(24, frequency_penalty=0.7)},
+        {"text": "Say yes.", "sampling_params": params(20, min_new_tokens=12)},
+        {"text": story + " loved", "sampling_params": params(16), "stream": True},
     ]
     return load
 

@@ -206,8 +206,12 @@ def test_an_id_that_is_live_is_refused_and_one_that_ended_may_come_again() -> No
     assert engine.arrive("a").serial == 1
 
 
-def test_nothing_changes_inside_a_frame_without_news() -> None:
-    engine = running_engine("a", "b")
+@pytest.mark.parametrize("max_batch", [2, 3], ids=["full", "with a free slot"])
+def test_nothing_changes_inside_a_frame_without_news(max_batch: int) -> None:
+    engine = Engine(max_batch=max_batch)
+    engine.arrive("a")
+    engine.arrive("b")
+    engine.plan()
     engine.clock.advance(0.4 * FRAME_S)
     assert engine.tick() is None
 
@@ -373,7 +377,7 @@ def test_a_strict_order_resumes_parked_ones_even_behind_one_that_does_not_fit(po
     assert "b" in engine.plan().resume
 
 
-def test_waiting_is_counted_in_frames_and_forgotten_when_served() -> None:
+def test_waiting_is_counted_in_frames_and_kept_while_it_runs() -> None:
     engine = running_engine("a", policy="fcfs")
     waiter = engine.arrive("b")
     for expected in (1, 2, 3):
@@ -382,7 +386,7 @@ def test_waiting_is_counted_in_frames_and_forgotten_when_served() -> None:
     engine.finish("a")
     engine.plan()
     engine.next_frame()
-    assert waiter.frames_waited == 0
+    assert waiter.frames_waited == 3
 
 
 def test_parks_and_preemptions_are_counted() -> None:
@@ -392,6 +396,7 @@ def test_parks_and_preemptions_are_counted() -> None:
     record = engine.frames.get("a")
     assert record is not None
     assert (record.num_parks, record.num_preemptions) == (1, 1)
+    assert (engine.frames.num_parks, engine.frames.num_preemptions) == (1, 1)
 
 
 # KV -----------------------------------------------------------------------------------------------
@@ -411,6 +416,18 @@ def engine_short_of_kv(policy: str) -> Engine:
 def test_one_that_does_not_fit_does_not_block_others(policy: str) -> None:
     assert engine_short_of_kv(policy).plan().admit == ("small",)
     assert engine_short_of_kv(policy).next_frame().admit == ("small",)
+
+
+def test_the_place_of_one_that_does_not_fit_goes_to_the_next_that_does() -> None:
+    engine = Engine(max_batch=2, total_kv=1000, frame_steps=10)
+    engine.arrive("runs", DeadlineSlo(5), input_tokens=300)
+    engine.plan()
+    engine.arrive("big", DeadlineSlo(10), input_tokens=800)
+    engine.arrive("also big", DeadlineSlo(20), input_tokens=700)
+    engine.arrive("small", DeadlineSlo(30))
+    engine.arrive("small too", DeadlineSlo(40))
+    plan = engine.next_frame()
+    assert (plan.run, plan.admit) == (("runs",), ("small",))
 
 
 def test_under_fcfs_one_that_does_not_fit_holds_its_place() -> None:
@@ -457,6 +474,42 @@ def test_a_better_request_without_kv_preempts_the_worst_that_is_outside_the_batc
     engine.arrive("tight", DeadlineSlo(10), input_tokens=300)
     plan = engine.next_frame()
     assert (plan.preempt, plan.admit, plan.run, plan.park) == (("b",), ("tight",), ("a",), ())
+
+
+def test_the_margin_also_protects_kv_from_being_taken() -> None:
+    def preempted(challenger_due_s: float) -> tuple[str, ...]:
+        engine = Engine(max_batch=1, total_kv=1000, frame_steps=10)
+        engine.arrive("parked", DeadlineSlo(100), input_tokens=600)
+        engine.plan()
+        engine.frames.parked("parked")
+        engine.arrive("challenger", DeadlineSlo(challenger_due_s), input_tokens=600)
+        return engine.next_frame().preempt
+
+    assert preempted(95) == ()
+    assert preempted(80) == ("parked",)
+
+
+def test_as_many_give_up_their_kv_as_are_needed_and_not_more() -> None:
+    engine = Engine(max_batch=4, total_kv=1000, frame_steps=10)
+    for index in range(4):
+        engine.arrive(f"r{index}", DeadlineSlo(100 + 100 * index), input_tokens=240)
+    engine.plan()
+    for index in range(4):
+        engine.arrive(f"tight{index}", DeadlineSlo(5 + index), input_tokens=10)
+    engine.arrive("needs two", DeadlineSlo(4), input_tokens=400)
+    plan = engine.next_frame()
+    assert plan.preempt == ("r3", "r2")
+    assert "needs two" in plan.admit
+
+
+def test_no_more_give_up_their_kv_than_a_frame_may_move() -> None:
+    engine = Engine(max_batch=4, total_kv=1000, frame_steps=10, max_moves_fraction=0.25)
+    for index in range(4):
+        engine.arrive(f"r{index}", DeadlineSlo(100 + 100 * index), input_tokens=240)
+    engine.plan()
+    for index in range(4):
+        engine.arrive(f"tight{index}", DeadlineSlo(5 + index), input_tokens=400)
+    assert engine.next_frame().preempt == ()  # one that leaves does not make room enough
 
 
 def test_the_cost_gate_keeps_kv_that_is_dear_to_recompute() -> None:

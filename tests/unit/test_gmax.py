@@ -105,6 +105,35 @@ def test_the_context_of_these_tests_has_the_step_time_they_count_with() -> None:
 # GMAX: one request against another ----------------------------------------------------------------
 
 
+# With the 20 ms of a step a batch of 8 gives 400 tokens a second, so the 100 tokens of an answer
+# cost 0.25 s of the engine, and a prompt of 100 tokens another 0.01 s.
+
+
+def test_the_score_of_a_stream_in_time_by_hand() -> None:
+    # Due in 5 s: 4.97 s of slack after 0.01 s of prefill and a step.
+    expected = 100 / (1 + 4.97 / 10) / 0.26
+    assert score(request_of("r", STREAM)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_score_of_a_late_stream_by_hand() -> None:
+    # Its next token was due at 7 and takes until 8.02; each token wins back 0.18 s.
+    late = request_of("r", STREAM, generated=10)
+    assert score(late, context(8.0)) == pytest.approx((100 - 1.02 / 0.18) / 0.25, rel=1e-3)
+
+
+def test_the_score_of_a_deadline_by_hand() -> None:
+    # Due in 10 s, 2.01 s of work: 7.99 s of slack; input and output count.
+    expected = 200 / (1 + 7.99 / 10) / 0.26
+    assert score(request_of("r", DeadlineSlo(10))) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_scores_without_an_objective_by_hand() -> None:
+    waited = request_of("r", BestEffortSlo(600), frames_waited=3)
+    assert score(waited) == pytest.approx(0.05 * 100 / 0.26 + 3 * 0.002 * 400, rel=1e-3)
+    expired = request_of("r", DeadlineSlo(5))
+    assert score(expired, context(6.0)) == pytest.approx(0.02 * 100 / 0.26, rel=1e-3)
+
+
 def test_a_tight_deadline_comes_before_a_loose_one_of_the_same_size() -> None:
     tight, loose = (
         request_of("tight", DeadlineSlo(10), serial=1),

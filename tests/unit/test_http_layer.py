@@ -199,6 +199,7 @@ def refused(body: Any, **more: Any) -> Any:
     assert answer.status == 400
     assert app.calls == 0
     assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["content-length"] == str(len(answer.body))
     return answer.json()["error"]
 
 
@@ -354,22 +355,41 @@ def test_a_bad_header_gets_a_400_that_names_the_header() -> None:
     assert error["param"] == "x-slo-ttft-ms"
 
 
-@pytest.mark.parametrize("n", [0, -1, 129, 100_000, 1.5, "2", True, [1]])
-def test_a_senseless_number_of_answers_is_refused_on_every_kind_of_body(n: Any) -> None:
-    bodies: list[Any] = [
-        {"n": n},
-        {"sampling_params": {"n": n}},
-        {"sampling_params": [{"n": 1}, {"n": n}]},
-    ]
-    for body in bodies:
-        error = refused(body)
-        assert error["param"] == "n"
-        assert "takes a whole number from 1 to 128" in error["message"]
+@pytest.mark.parametrize(
+    ("field", "values", "takes"),
+    [
+        ("n", [0, -1, 129, 100_000, 1.5, "2", True, [1]], "from 1 to 128"),
+        ("top_k", [-2, 2**31, 2**40, 10**400, 1.5, "2", True], f"from -1 to {2**31 - 1}"),
+    ],
+)
+def test_a_senseless_number_is_refused_by_name_on_every_kind_of_body(
+    field: str, values: list[Any], takes: str
+) -> None:
+    for value in values:
+        bodies: list[Any] = [
+            {field: value},
+            {"sampling_params": {field: value}},
+            {"sampling_params": [{field: 1}, {field: value}]},
+        ]
+        for body in bodies:
+            error = refused(body)
+            assert error["param"] == field
+            assert f"takes a whole number {takes}" in error["message"]
+            assert len(error["message"]) < 150
 
 
-@pytest.mark.parametrize("n", [None, 1, 128])
-def test_a_sensible_number_of_answers_passes(n: Any) -> None:
-    assert json.loads(accepted({"n": n}).body) == {"n": n}
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": None},
+        {"n": 1, "top_k": -1},
+        {"n": 128, "top_k": 2**31 - 1},
+        {"sampling_params": [{"n": 2}, None]},
+        {"sampling_params": "odd"},
+    ],
+)
+def test_a_sensible_number_passes_and_what_is_no_object_is_for_sglang_to_judge(body: Any) -> None:
+    assert json.loads(accepted(body).body) == body
 
 
 def test_a_server_that_is_shutting_down_answers_503_without_reading() -> None:
@@ -438,7 +458,7 @@ def test_calls_of_one_program_share_the_first_ones_deadline() -> None:
     client.ask({"program_id": "p", "deadline": 60})
     client.clock.advance(20)
     client.ask({"deadline": 5}, headers={"X-Dynamo-Session-ID": "p"}, route=RESPONSES)
-    assert client.app.terms.slo == CompoundSlo(40.0, "p")
+    assert client.app.terms.slo == CompoundSlo(40.0, "p", program_age_s=20.0)
 
 
 # Answers on their way out -------------------------------------------------------------------------

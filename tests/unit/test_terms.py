@@ -408,13 +408,13 @@ def test_a_final_call_ends_only_its_own_tenants_program() -> None:
 
 def test_the_least_recently_used_program_is_forgotten_first() -> None:
     programs = ProgramDeadlines(max_programs=2)
-    assert programs.deadline_at_s("t", "old", 1.0) == 1.0
-    assert programs.deadline_at_s("t", "used", 2.0) == 2.0
-    assert programs.deadline_at_s("t", "old", 9.0) == 1.0
-    assert programs.deadline_at_s("t", "new", 3.0) == 3.0
+    assert programs.join("t", "old", 1.0, 10).opened_s == 1.0
+    assert programs.join("t", "used", 2.0, 10).opened_s == 2.0
+    assert programs.join("t", "old", 9.0, 10).opened_s == 1.0
+    assert programs.join("t", "new", 3.0, 10).opened_s == 3.0
     assert len(programs) == 2
-    assert programs.deadline_at_s("t", "old", 9.0) == 1.0
-    assert programs.deadline_at_s("t", "used", 9.0) == 9.0
+    assert programs.join("t", "old", 9.0, 10).opened_s == 1.0
+    assert programs.join("t", "used", 9.0, 10).opened_s == 9.0
 
 
 @pytest.mark.parametrize(
