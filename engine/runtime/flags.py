@@ -222,7 +222,7 @@ def _unsupported(args: Any) -> list[tuple[bool, str]]:
             "SGLang's priority scheduling (--enable-priority-scheduling)",
         ),
         (args.schedule_policy != "fcfs", "an order of SGLang's own (--schedule-policy)"),
-        (bool(getattr(args, "enable_lora", False)), "LoRA (--enable-lora)"),
+        (bool(args.enable_lora or args.lora_paths), "LoRA (--enable-lora, --lora-paths)"),
         (getattr(args, "nnodes", 1) > 1, "more than one node (--nnodes above 1)"),
     ]
 

