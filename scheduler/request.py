@@ -10,14 +10,13 @@ class Request:
     __slots__ = (
         "deadline_at_s",
         "first_scheduled_s",
+        "frames_blocked",
         "frames_waited",
         "generated_tokens",
         "input_tokens",
         "is_pinned",
-        "is_ready",
         "is_urgent",
         "max_output_tokens",
-        "min_output_tokens",
         "num_parks",
         "num_preemptions",
         "request_id",
@@ -35,7 +34,6 @@ class Request:
         *,
         input_tokens: int,
         max_output_tokens: int,
-        min_output_tokens: int = 0,
         is_pinned: bool = False,
         is_urgent: bool = False,
     ) -> None:
@@ -45,7 +43,6 @@ class Request:
         self.terms = terms
         self.input_tokens = input_tokens
         self.max_output_tokens = max(max_output_tokens, 0)
-        self.min_output_tokens = min(max(min_output_tokens, 0), self.max_output_tokens)
         self.is_pinned = is_pinned
         """Once running it is never parked or preempted by choice (beam groups, sessions)."""
         self.is_urgent = is_urgent
@@ -53,10 +50,11 @@ class Request:
         self.slo_type: SloType = slo_type(terms.slo)
         self.deadline_at_s = deadline_at_s(terms)
         self.state = RequestState.WAITING
-        self.is_ready = True
         self.generated_tokens = 0
         self.first_scheduled_s: float | None = None
         self.frames_waited = 0
+        self.frames_blocked = 0
+        """Frames in which it was chosen and its KV did not fit."""
         self.num_parks = 0
         self.num_preemptions = 0
 

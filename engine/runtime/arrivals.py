@@ -28,7 +28,6 @@ def arrival_arguments(req: Req) -> dict[str, Any]:
     return {
         "input_tokens": len(req.origin_input_ids),
         "max_output_tokens": limit if limit is not None and limit < math.inf else 1 << 30,
-        "min_output_tokens": params.min_new_tokens if not params.ignore_eos else limit or 0,
         "is_pinned": is_pinned(req),
         # A refused request runs one token to be answered; a health check must not queue.
         "is_urgent": is_health_check(req) or is_refused(req),

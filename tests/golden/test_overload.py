@@ -71,3 +71,21 @@ def test_the_same_load_gives_the_same_plans(policy: str) -> None:
 def test_best_effort_work_is_served_under_a_lasting_overload(policy: str) -> None:
     engine = run(policy, load(300, 12.0, 5))
     assert all(state is RequestState.FINISHED for state, _ in engine.ended.values())
+
+
+@pytest.mark.parametrize("policy", list(EXPECTED))
+def test_a_big_prompt_is_not_starved_of_kv_by_a_trickle_of_small_ones(policy: str) -> None:
+    config = SchedulerConfig(policy=policy, frame_steps=10, frame_s=0.1)
+    engine = ToyEngine(FrameManager(config), max_batch=4, total_kv=1000, total_slots=8)
+    slo = DeadlineSlo(1e6)
+    engine.arrive(Job("small", RequestTerms(0.0, slo), 50, 40, 40))
+    engine.step()
+    engine.arrive(Job("big", RequestTerms(engine.now_s, slo), 900, 5, 5))
+    for index in range(4000):
+        if index % 20 == 0:
+            terms = RequestTerms(engine.now_s, DeadlineSlo(10.0))
+            engine.arrive(Job(f"r{index}", terms, 50, 40, 40))
+        engine.step()
+        if "big" in engine.ended:
+            break
+    assert engine.ended.get("big") == (RequestState.FINISHED, "")
