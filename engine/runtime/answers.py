@@ -59,6 +59,11 @@ class AnswerLog:
         self.drop_reason = reason_of_drop(message) or self.drop_reason
 
     @property
+    def has_output(self) -> bool:
+        """Something of an answer has been seen."""
+        return bool(self._trackers)
+
+    @property
     def is_complete(self) -> bool:
         """Every answer seen so far has ended."""
         return bool(self._trackers) and len(self._outcomes) == len(self._trackers)

@@ -248,12 +248,17 @@ class SloAnswer:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, message: Message, log: AnswerLog) -> None:
-        if self._head is not None:
-            head, self._head = self._head, None
-            await self._send(head)
         chunk = self._held + message.get("body", b"")
         self._held = b""
         has_more = message.get("more_body", False)
+        if self._head is not None:
+            if has_more and not log.has_output:
+                # The Responses API has events for before the first token; after them a drop
+                # could not become a 503 any more.
+                self._held = chunk
+                return
+            head, self._head = self._head, None
+            await self._send(head)
         if log.is_complete and has_more and not is_last_event(chunk):
             # Possibly the last event that carries data: it may have to carry the outcome.
             cut = chunk.rstrip().rfind(b"\n\n")

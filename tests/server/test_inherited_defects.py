@@ -121,7 +121,7 @@ def test_health_is_200_while_a_long_prompt_gives_no_output(
     server: Server, http: httpx.Client
 ) -> None:
     """Stock: a prefill of 20 s makes no output, so a healthy server is taken out of service."""
-    body = {"input_ids": token_ids(3500), "sampling_params": {"max_new_tokens": 1}}
+    body = {"input_ids": token_ids(1500), "sampling_params": {"max_new_tokens": 1}}
     with ThreadPoolExecutor(1) as pool:
         prefill = pool.submit(http.post, "/generate", json=body)
         statuses = [health(server.base_url)]
@@ -138,7 +138,7 @@ def test_a_short_stream_gets_tokens_while_long_prompts_arrive(
     server: Server, http: httpx.Client
 ) -> None:
     """Stock: prefill always runs first, so a stream stands still until the prompts are through."""
-    num_prompts, prompt_tokens = 6, 1500
+    num_prompts, prompt_tokens = 3, 1000
     wait_until_idle(http)
     with (
         Stream(server.base_url, max_tokens=1000) as stream,
