@@ -216,7 +216,7 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
     as a new one for `--max-queued-requests` and the waiting timeout, which then end it."""
     # Eager admission: by default SGLang holds a prompt back until all of max_tokens fits beside it.
     flags = (
-        *("--max-total-tokens", "1024", "--max-queued-requests", "2"),
+        *("--max-total-tokens", "700", "--max-queued-requests", "2"),
         *("--schedule-conservativeness", "0.05"),
     )
     with (
@@ -226,17 +226,17 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
     ):
         patient = []
         for _ in range(2):
-            stream = Stream(small.base_url, input_ids=token_ids(300), max_tokens=300, deadline=3600)
+            stream = Stream(small.base_url, input_ids=token_ids(200), max_tokens=200, deadline=3600)
             patient.append(held.enter_context(stream))
             stream.wait_for_tokens(1)
         urgent_body = GENERATE.body(max_tokens=40, sampling=EXACT, target_ttft=10, target_tbt=1)
         del urgent_body["text"]
-        urgent_body["input_ids"] = token_ids(300)
+        urgent_body["input_ids"] = token_ids(200)
 
         # Wait until the urgent one cannot fit beside them.
         poll(
             lambda: scheduler_state(http),
-            lambda now: now["free_kv_tokens"] + now["evictable_kv_tokens"] < 300,
+            lambda now: now["free_kv_tokens"] + now["evictable_kv_tokens"] < 200,
         )
         had_ended = [stream.has_ended for stream in patient]
         urgent = http.post("/generate", json=urgent_body)
@@ -246,7 +246,7 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
 
         for stream in patient:
             stream.wait()
-        assert [stream.num_tokens for stream in patient] == [300, 300]
+        assert [stream.num_tokens for stream in patient] == [200, 200]
         assert [stream.finish_type for stream in patient] == ["length", "length"]
         state = wait_until_idle(http)
         assert state["free_kv_tokens"] + state["evictable_kv_tokens"] == state["total_kv_tokens"]

@@ -20,7 +20,7 @@ from serving import RunServer, Server
 POLICIES = ("gmax", "fcfs", "edf", "sjf")
 NUM_CLIENTS = 24
 FLAGS = (
-    *("--max-total-tokens", "420", "--chunked-prefill-size", "128"),
+    *("--max-total-tokens", "300", "--chunked-prefill-size", "128"),
     # Admit eagerly, so that the pool does run out.
     *("--max-running-requests", "10", "--schedule-conservativeness", "0.05"),
 )
@@ -36,8 +36,8 @@ def make_load(seed: int = 3) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     load = []
     for _ in range(NUM_CLIENTS):
-        prompt = " ".join(rng.choice(WORDS) for _ in range(rng.choice([3, 10, 30, 60, 150])))
-        tokens = rng.choice([5, 12, 24, 40])
+        prompt = " ".join(rng.choice(WORDS) for _ in range(rng.choice([3, 8, 20, 40, 100])))
+        tokens = rng.choice([4, 8, 16, 32])
         load.append({"text": prompt, "sampling_params": params(tokens, ignore_eos=True)})
     story = "Once upon a time there was a king who"
     load += [
@@ -130,8 +130,10 @@ def check_same(found: list[list[Any]], expected: list[list[Any]]) -> None:
 @pytest.mark.timeout(400, func_only=True)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forced_moves_change_no_token(
-    ours: Server, reference: list[list[Any]], policy: str
+    ours: Server, reference: list[list[Any]], policy: str, request: pytest.FixtureRequest
 ) -> None:
+    if "no-overlap" in request.node.name and policy in ("edf", "sjf"):
+        pytest.skip("the order of a policy does not reach the overlap schedule; two are enough")
     configure(ours, policy, force_moves_every=3)
     before = state(ours)
     check_same(answer_all(ours.base_url, make_load(), with_slo=True), reference)

@@ -77,7 +77,7 @@ class Client:
         self.route: Route = self.rng.choice(ROUTES)
         self.body = self.route.body(
             prompt=self.rng.choice(PROMPTS),
-            max_tokens=self.rng.randint(1, 40),
+            max_tokens=self.rng.randint(1, 16),
             sampling={"temperature": self.rng.choice([0.0, 0.8])},
             **slo_fields(self.rng),
         )
