@@ -278,7 +278,10 @@ def _tenant(body: Mapping[str, Any], headers: Mapping[str, str], fallback: str) 
     if TENANT_HEADER in headers:
         return _name(TENANT_HEADER, headers[TENANT_HEADER])
     user = body.get("user")
-    return user[:MAX_NAME_CHARS] if isinstance(user, str) and user else fallback
+    if not isinstance(user, str) or not user:
+        return fallback
+    # Half of a surrogate pair is a string to JSON and to nobody else.
+    return user[:MAX_NAME_CHARS].encode("utf-8", "replace").decode()
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -309,6 +312,8 @@ def _name(name: str, value: Any) -> str:
     takes = f"takes a string of 1 to {MAX_NAME_CHARS} characters"
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise FieldError(name, f"{takes}, got {shown(value)}")
+    if not is_text(value):
+        raise FieldError(name, f"{takes}, got half of a surrogate pair")
     return value
 
 
@@ -330,6 +335,15 @@ def _on_miss(name: str, value: Any) -> OnMiss:
     except ValueError:
         choices = " or ".join(f'"{choice.value}"' for choice in OnMiss)
         raise FieldError(name, f"takes {choices}, got {shown(value)}") from None
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8; JSON can spell ones that cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from scheduler.step_time import StepObservation, StepTimeModel
 
 REASON_WAITING_TIME = "waiting_time_exceeded"
 REASON_DEADLINE = "deadline_passed"
+RELAXED_PAUSE_FACTOR = 20.0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A running request gives way only to one better by this share (paper, appendix)."""
     max_moves_fraction: float = 0.5
     """Parks and preemptions of one frame, as a share of the batch: no churn."""
+    max_pinned_fraction: float = 0.5
+    """Share of the batch that pinned requests may keep against better ones."""
     length_quantile: float = 0.9
     """Quantile of the answer's length used as its upper bound."""
     reserve_after_frames: int = 40
@@ -179,7 +182,9 @@ class FrameManager:
 
         Prefill goes first, as in every continuous-batching engine, but after
         ``max_decode_pause_s`` of it the running requests get a step: steady long prompts
-        must not starve them.
+        must not starve them. Where none of them has an objective the pause may be
+        ``RELAXED_PAUSE_FACTOR`` times as long, since a step before the batch is full is
+        a slow one.
         """
         if num_decoding == 0:
             self._prefilling_since_s = None
@@ -189,7 +194,9 @@ class FrameManager:
             return True
         if self._prefilling_since_s is None or now_s < self._prefilling_since_s:
             self._prefilling_since_s = now_s
-        return now_s - self._prefilling_since_s < self.config.max_decode_pause_s
+        running = (r for r in self._live.values() if r.state is RequestState.RUNNING)
+        factor = 1.0 if any(r.has_slo for r in running) else RELAXED_PAUSE_FACTOR
+        return now_s - self._prefilling_since_s < factor * self.config.max_decode_pause_s
 
     def victims(self, now_s: float, capacity: EngineCapacity) -> list[str]:
         """Requests that hold KV, in the order in which to give it up under pressure.
@@ -295,16 +302,35 @@ class FrameManager:
     def _ranked(self, live: list[Request], context: PolicyContext) -> list[tuple[float, Request]]:
         """Best first. Running requests get the displacement margin, ties arrival order."""
         margin = self.config.displace_margin
+        must_run = self._must_run(live, context.batch_size)
         ranked = []
         for score, request in zip(self.policy.scores(live, context), live, strict=True):
             worth = score if math.isfinite(score) else 0.0
-            if request.is_urgent or (request.is_pinned and request.holds_kv):
+            if request.request_id in must_run:
                 worth = math.inf
             elif request.state is RequestState.RUNNING and self.policy.may_displace:
                 worth += abs(worth) * margin
             ranked.append((worth, request))
         ranked.sort(key=lambda item: (-item[0], item[1].serial))
         return ranked
+
+    def _must_run(self, live: list[Request], batch_size: int) -> set[str]:
+        """Pinned requests that run, and one urgent newcomer at a time.
+
+        Both are in the senders' hands (a penalty pins, a malformed request is urgent), so
+        they get a share of the batch and no more: the oldest pinned ones up to
+        ``max_pinned_fraction`` of it.
+        """
+        pinned = [request for request in live if request.is_pinned and request.holds_kv]
+        most = max(1, int(batch_size * self.config.max_pinned_fraction))
+        oldest = sorted(pinned, key=lambda request: request.serial)[:most]
+        urgent = [request for request in live if request.is_urgent]
+        running = [request for request in urgent if request.holds_kv]
+        newcomers = sorted(
+            (request for request in urgent if not request.holds_kv),
+            key=lambda request: request.serial,
+        )
+        return {request.request_id for request in (*oldest, *running, *newcomers[:1])}
 
     def _choose_additions(
         self, ranked: list[tuple[float, Request]], capacity: EngineCapacity
@@ -368,6 +394,7 @@ class FrameManager:
             item
             for item in reversed(ranked)
             if item[1].state is RequestState.RUNNING
+            and item[0] < math.inf
             and item[1].request_id not in chosen_ids
             and item[1].request_id not in preempt
         ]

@@ -30,7 +30,7 @@ def arrival_arguments(req: Req) -> dict[str, Any]:
         "max_output_tokens": limit if limit is not None and limit < math.inf else 1 << 30,
         "is_pinned": is_pinned(req),
         # A refused request runs one token to be answered; a health check must not queue.
-        "is_urgent": is_health_check(req) or is_refused(req),
+        "is_urgent": is_refused(req) or (is_health_check(req) and limit is not None and limit <= 1),
     }
 
 

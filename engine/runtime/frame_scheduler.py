@@ -50,6 +50,16 @@ class ClockTick(msgspec.Struct, frozen=True):
     steps: tuple[StepObservation, ...]
 
 
+def _is_movable(req: Req) -> bool:
+    """Whether a request may be parked or preempted at all.
+
+    One that is about to end would only end later; beam members share rows and a session
+    owns its row, so theirs cannot be taken (SGLang aborts a beam group instead).
+    """
+    is_ending = req.finished() or req.to_finish is not None
+    return not is_ending and req.beam_group is None and req.session is None
+
+
 class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLang is untyped
     """The adapter between SGLang's event loop and the pure frame manager."""
 
@@ -73,6 +83,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._admissions: tuple[str, ...] = ()
         self._was_prefill = False
         self._abort_only: str | None = None
+        self._is_window_open = False
+        """The waiting queue is cut down to what is admitted: it does not show every request."""
         self._steps_since_forced_move = 0
         self._force_moves_every = settings.force_moves_every
         super().__init__(server_args, port_args)
@@ -144,9 +156,16 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._frames.ended(key, state)
         self._reqs.pop(key, None)
 
-    def _forget_vanished(self) -> None:
-        """Close the records of requests that SGLang ended on a path of its own."""
-        present = {getattr(req, "frame_key", None) for req in self._present_reqs()}
+    def _forget_vanished(self, running_batch: ScheduleBatch | None = None) -> None:
+        """Close the records of requests that SGLang ended on a path of its own.
+
+        ``running_batch``: where a pass has rearranged the running batch and SGLang does not
+        know yet.
+        """
+        if self._is_window_open:
+            return
+        reqs = list(self._present_reqs()) + ([] if running_batch is None else running_batch.reqs)
+        present = {getattr(req, "frame_key", None) for req in reqs}
         for key in [key for key in self._reqs if key not in present]:
             self._forget(key, RequestState.ABORTED)
 
@@ -191,6 +210,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         now_s = self._now_s()
+        self._admit_ready_grammars()
         if self._parked is not None:
             self._parked.filter_batch()
             running_batch = self._resume_the_ending(running_batch)
@@ -198,7 +218,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         moved: set[str] = set()
         plan = self._frames.tick(now_s, self._capacity())
         if plan is not None:
-            self._forget_vanished()
+            self._forget_vanished(running_batch)
             running_batch = self._carry_out(plan, running_batch, in_flight, moved)
         if self._force_moves_every:
             running_batch = self._force_moves(running_batch, in_flight, moved)
@@ -212,6 +232,15 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         next_plan = self._prefill(running_batch, moved, now_s)
         self._was_prefill = next_plan.batch_to_run is not None
         return next_plan
+
+    def _admit_ready_grammars(self) -> None:
+        """Queue the requests whose grammar is compiled, before the plan is made.
+
+        SGLang does it while it prefills, where the plan could not rank them any more.
+        """
+        if self.grammar_manager.has_waiting_grammars():
+            for req in self.grammar_manager.get_ready_grammar_requests():
+                self._add_request_to_queue(req)
 
     def _capacity(self) -> EngineCapacity:
         free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
@@ -254,8 +283,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         for batch in (running_batch, self._parked):
             if batch is None:
                 continue
-            indices = batches.indices_where(batch, lambda req: req.frame_key in keys)
-            leaving = [batch.reqs[index] for index in indices if not batch.reqs[index].finished()]
+            leaving = [req for req in batch.reqs if req.frame_key in keys and _is_movable(req)]
             batch.filter_batch(reqs_to_exclude=leaving)
             for req in leaving:
                 batches.release_kv(req, self.tree_cache)
@@ -266,7 +294,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
 
     def _park(self, keys: set[str], running_batch: ScheduleBatch) -> None:
         indices = batches.indices_where(
-            running_batch, lambda req: req.frame_key in keys and not req.finished()
+            running_batch, lambda req: req.frame_key in keys and _is_movable(req)
         )
         if not indices:
             return
@@ -289,7 +317,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             return running_batch
         piece = batches.split_off(self._parked, indices)
         for req in piece.reqs:
-            self._frames.resumed(req.frame_key)
+            if req.frame_key in self._reqs:
+                self._frames.resumed(req.frame_key)
         if self._parked.is_empty():
             self._parked = None
         return batches.join(running_batch, piece)
@@ -343,9 +372,11 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         chosen = {id(req) for req in admitted}
         held = [req for req in self.waiting_queue if id(req) not in chosen]
         self.waiting_queue = admitted
+        self._is_window_open = True
         try:
             next_plan = super().get_new_batch_prefill(running_batch)
         finally:
+            self._is_window_open = False
             self.waiting_queue = held + self.waiting_queue
         if next_plan.batch_to_run is not None:
             for req in next_plan.batch_to_run.reqs:
@@ -455,6 +486,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
 
     def pause_generation(self, recv_req: Any) -> None:
         if self._parked is not None and recv_req.mode == "retract":
+            # A result that came in since the last pass may have ended one of them.
+            self._parked.filter_batch()
             every = list(range(len(self._parked.reqs)))
             self.running_batch = self._resume_at(every, self.running_batch)
         super().pause_generation(recv_req)
@@ -478,10 +511,13 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         return output
 
     def set_internal_state(self, recv_req: Any) -> SetInternalStateReqOutput:
-        """Our two knobs, beside SGLang's own; the HTTP layer has checked their values."""
+        """Our two knobs, beside SGLang's own. SGLang's route lets anything through to here."""
         knobs = recv_req.server_args
         if not set(knobs) <= {KNOB_POLICY, KNOB_FORCE_MOVES}:
             return super().set_internal_state(recv_req)
+        limits = {KNOB_POLICY: len(POLICIES), KNOB_FORCE_MOVES: 2**31}
+        if not all(value in range(limits[name]) for name, value in knobs.items()):
+            return SetInternalStateReqOutput(updated=False)
         if KNOB_POLICY in knobs:
             self._frames.use_policy(list(POLICIES)[int(knobs[KNOB_POLICY])])
         if KNOB_FORCE_MOVES in knobs:

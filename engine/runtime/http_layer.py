@@ -34,6 +34,8 @@ Send = Callable[[Message], Awaitable[None]]
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"})
 DROP_HEADER = b"x-llm-d-request-dropped-reason"
 RETRY_AFTER_S = 1
+HEALTH_CHECK_PREFIX = "HEALTH_CHECK"
+"""SGLang's ``HEALTH_CHECK_RID_PREFIX``; the contract test compares the two."""
 
 
 class SloMiddleware:
@@ -56,7 +58,7 @@ class SloMiddleware:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] == "http" and scope["path"].rstrip("/") in ROUTES
+        is_ours = scope["type"] == "http" and route_of(scope) in ROUTES
         if not is_ours or scope["method"] not in ("POST", "PUT"):
             await self._app(scope, receive, send)
             return
@@ -91,7 +93,8 @@ class SloMiddleware:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        route = scope["path"].rstrip("/")
+        route = route_of(scope)
+        check_request_id(body.get("rid"))
         for params in (body, *_sampling_params(body)):
             check_integers(params)
         tenant = tenant_of(body, headers)
@@ -105,13 +108,26 @@ class SloMiddleware:
         return raw, AnswerLog(terms, self._clock)
 
 
+def route_of(scope: Scope) -> str:
+    """The path without a trailing slash and without a proxy's prefix (ASGI ``root_path``)."""
+    path = str(scope["path"])
+    return path.removeprefix(scope.get("root_path", "")).rstrip("/")
+
+
+def check_request_id(rid: Any) -> None:
+    """Refuse ids that SGLang takes for its own health checks: it would never answer them."""
+    for item in rid if isinstance(rid, list) else [rid]:
+        if isinstance(item, str) and item.startswith(HEALTH_CHECK_PREFIX):
+            raise FieldError("rid", f"must not start with {HEALTH_CHECK_PREFIX}")
+
+
 def tenant_of(body: dict[str, Any], headers: dict[str, str]) -> str:
     """Who is asking: its header, ``user``, else a digest of the API key (never the key)."""
     if headers.get(TENANT_HEADER):
         return headers[TENANT_HEADER]
     user = body.get("user")
     if isinstance(user, str) and user:
-        return user
+        return user.encode("utf-8", "replace").decode()
     key = headers.get("authorization", "")
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}" if key else ""
 
@@ -129,8 +145,10 @@ def check_integers(params: Any) -> None:
         return
     for name, (least, most) in INTEGER_FIELDS.items():
         value = params.get(name)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_whole and least <= value <= most):
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and value == value // 1 and least <= value <= most):
             takes = f"takes a whole number from {least} to {most}"
             raise FieldError(name, f"{takes}, got {shown(value)}")
 

@@ -63,6 +63,8 @@ def _prepare(args: Any, settings: Settings) -> Settings:
     """Fill in what depends on SGLang's flags. Raises UsageError."""
     import torch
 
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false"):
+        raise UsageError("SGLANG_RUST_SERVER is not supported: our API is in the Python server")
     running = args.max_running_requests
     if not torch.cuda.is_available():
         _check_cpu_flags(args)

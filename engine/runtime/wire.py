@@ -30,4 +30,8 @@ def detach(custom_params: Any) -> RequestTerms | None:
     """The terms in a request's custom parameters, if it came through our HTTP layer."""
     if not isinstance(custom_params, dict) or KEY not in custom_params:
         return None
-    return msgspec.convert(custom_params[KEY], RequestTerms)
+    try:
+        return msgspec.convert(custom_params[KEY], RequestTerms)
+    except msgspec.ValidationError:
+        # Only a route that by-passes ``attach`` can bring this; it must not stop the scheduler.
+        return None

@@ -807,8 +807,15 @@ def test_a_target_as_small_as_a_float_can_be_does_not_stop_the_scheduler(
 # Prefill beside decoding --------------------------------------------------------------------------
 
 
-def test_between_long_prefills_those_that_run_get_a_step() -> None:
+def frames_with_one_running(slo: Slo) -> FrameManager:
     frames = FrameManager(SchedulerConfig(max_decode_pause_s=0.25))
+    frames.arrive("r", RequestTerms(0.0, slo), input_tokens=5, max_output_tokens=50)
+    frames.started("r", 0.0)
+    return frames
+
+
+def test_between_long_prefills_those_that_run_get_a_step() -> None:
+    frames = frames_with_one_running(LatencySlo(5, 0.2))
     assert frames.may_prefill(10.0, 4, was_prefill=False)
     assert frames.may_prefill(10.1, 4, was_prefill=True)
     assert frames.may_prefill(10.2, 4, was_prefill=True)
@@ -820,7 +827,7 @@ def test_between_long_prefills_those_that_run_get_a_step() -> None:
 
 
 def test_where_nobody_could_decode_prefill_goes_on() -> None:
-    frames = FrameManager(SchedulerConfig(max_decode_pause_s=0.25))
+    frames = frames_with_one_running(LatencySlo(5, 0.2))
     assert all(frames.may_prefill(10.0 + second, 0, was_prefill=True) for second in range(10))
     # Whoever has just become able to decode waits no longer than the others.
     assert frames.may_prefill(20.0, 1, was_prefill=True)
@@ -828,10 +835,17 @@ def test_where_nobody_could_decode_prefill_goes_on() -> None:
 
 
 def test_a_clock_that_goes_back_starts_the_decode_pause_anew() -> None:
-    frames = FrameManager(SchedulerConfig(max_decode_pause_s=0.25))
+    frames = frames_with_one_running(LatencySlo(5, 0.2))
     frames.may_prefill(10.0, 4, was_prefill=False)
     assert frames.may_prefill(5.0, 4, was_prefill=True)
     assert not frames.may_prefill(5.3, 4, was_prefill=True)
+
+
+def test_best_effort_requests_wait_longer_for_prefill_but_not_for_ever() -> None:
+    frames = frames_with_one_running(BestEffortSlo(600))
+    assert frames.may_prefill(10.0, 4, was_prefill=False)
+    assert frames.may_prefill(14.9, 4, was_prefill=True)
+    assert not frames.may_prefill(15.1, 4, was_prefill=True)
 
 
 # Policies and settings ----------------------------------------------------------------------------

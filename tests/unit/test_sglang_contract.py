@@ -232,3 +232,11 @@ def test_the_entry_points_that_pyproject_names_lead_to_our_plugin() -> None:
             assert callable(getattr(importlib.import_module(module), function, None)), (
                 f"pyproject.toml gives {target} to {group}, and there is no such function"
             )
+
+
+def test_the_prefix_of_health_checks_is_the_one_that_the_http_layer_refuses() -> None:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    from engine.runtime.http_layer import HEALTH_CHECK_PREFIX
+
+    assert HEALTH_CHECK_RID_PREFIX == HEALTH_CHECK_PREFIX
