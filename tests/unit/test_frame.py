@@ -892,3 +892,30 @@ def test_an_unknown_policy_changes_nothing() -> None:
 def test_a_setting_that_cannot_work_is_refused_by_name(bad: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         SchedulerConfig(**bad)
+
+
+# A sender's own flags -----------------------------------------------------------------------------
+
+
+def test_pinned_requests_keep_half_of_the_batch_and_no_more() -> None:
+    engine = Engine("edf", max_batch=4, displace_margin=0.0)
+    for name in ("p0", "p1", "p2", "p3"):
+        engine.arrive(name, BestEffortSlo(600), is_pinned=True)
+    engine.run("p0", "p1", "p2", "p3")
+    for index in range(4):
+        engine.arrive(f"tight{index}", DeadlineSlo(5))
+    plan = engine.next_frame()
+    assert set(plan.park) == {"p2", "p3"}
+    assert len(plan.admit) == 2
+
+
+def test_malformed_requests_take_one_place_at_a_time() -> None:
+    engine = Engine("edf", max_batch=4, displace_margin=0.0)
+    for index in range(4):
+        engine.arrive(f"s{index}", LatencySlo(1, 0.1))
+    engine.run("s0", "s1", "s2", "s3")
+    for index in range(6):
+        engine.arrive(f"bad{index}", BestEffortSlo(600), is_urgent=True)
+    plan = engine.next_frame()
+    assert plan.admit == ("bad0",)
+    assert len(plan.park) == 1

@@ -729,3 +729,39 @@ def test_the_openapi_page_gets_our_fields_and_headers_once() -> None:
     assert set(inline["properties"]) == {"text", *SLO_FIELDS}
     assert [parameter["name"] for parameter in generate["parameters"]] == list(HEADERS)
     assert page["paths"]["/v1/models"] == {"get": {}}
+
+
+# Hostile input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rid", ["HEALTH_CHECK_x", ["a", "HEALTH_CHECK"]])
+def test_an_id_that_sglang_takes_for_a_health_check_is_refused(rid: Any) -> None:
+    answer = Client(FakeSglang(b"{}")).ask({"rid": rid})
+    assert answer.status == 400
+    assert answer.json()["error"]["param"] == "rid"
+
+
+@pytest.mark.parametrize("field", ["program_id", "node"])
+def test_half_of_a_surrogate_pair_is_refused_before_any_work_is_done(field: str) -> None:
+    app = FakeSglang(b"{}")
+    answer = Client(app).ask({"program_id": "p", field: "\ud800"})
+    assert (answer.status, app.calls) == (400, 0)
+    assert answer.json()["error"]["param"] == field
+
+
+def test_half_of_a_surrogate_pair_in_the_user_is_replaced() -> None:
+    app = FakeSglang(b"{}")
+    assert Client(app).ask({"user": "a\ud800"}).status == 200
+    assert app.terms is not None
+    assert app.terms.tenant == "a?"
+
+
+@pytest.mark.parametrize("field", ["n", "top_k"])
+def test_a_whole_number_written_with_a_point_is_a_whole_number(field: str) -> None:
+    assert Client(FakeSglang(b"{}")).ask({field: 1.0}).status == 200
+    assert Client(FakeSglang(b"{}")).ask({field: 1.5}).status == 400
+
+
+def test_a_proxys_prefix_does_not_hide_the_route() -> None:
+    assert http_layer.route_of({"path": "/x/generate", "root_path": "/x"}) == "/generate"
+    assert http_layer.route_of({"path": "/generate/", "root_path": ""}) == "/generate"
