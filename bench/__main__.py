@@ -4,10 +4,11 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from bench import overhead, serve
+from bench import overhead, plot, serve
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "overhead": overhead.main,
+    "plot": plot.main,
     "serve": serve.main,
 }
 
@@ -18,7 +19,8 @@ def main(argv: list[str]) -> int:
         prog="python -m bench",
         description="Benchmarks on the real server. `python -m bench NAME --help` has the flags.",
         epilog="overhead: throughput against stock SGLang at saturation. "
-        "serve: SLO attainment and goodput of several policies at an overload.",
+        "serve: SLO attainment and goodput of several policies at an overload. "
+        "plot: a chart of a serve run.",
     )
     parser.add_argument("name", choices=sorted(BENCHES))
     args = parser.parse_args(argv[:1])
