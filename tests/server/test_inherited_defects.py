@@ -214,22 +214,19 @@ def test_a_senseless_number_of_choices_is_refused(http: httpx.Client, route: Any
 def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: RunServer) -> None:
     """Stock: a full pool blocks the urgent until someone is done, and a preempted request counts
     as a new one for `--max-queued-requests` and the waiting timeout, which then end it."""
-    # Eager admission: by default SGLang holds a prompt back until all of max_tokens fits beside it.
-    flags = (
-        *("--max-total-tokens", "700", "--max-queued-requests", "2"),
-        *("--schedule-conservativeness", "0.05"),
-    )
+    # Two of 200 + 140 tokens fit beside each other to their end, a third prompt of 200 does not.
+    flags = ("--max-total-tokens", "700", "--max-queued-requests", "2")
     with (
-        run_server(*flags, env={"SGLANG_REQ_WAITING_TIMEOUT": "8"}) as small,
+        run_server(*flags, env={"SGLANG_REQ_WAITING_TIMEOUT": "6"}) as small,
         httpx.Client(base_url=small.base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http,
         ExitStack() as held,
     ):
         patient = []
         for _ in range(2):
-            stream = Stream(small.base_url, input_ids=token_ids(200), max_tokens=200, deadline=3600)
+            stream = Stream(small.base_url, input_ids=token_ids(200), max_tokens=140, deadline=3600)
             patient.append(held.enter_context(stream))
             stream.wait_for_tokens(1)
-        urgent_body = GENERATE.body(max_tokens=40, sampling=EXACT, target_ttft=10, target_tbt=1)
+        urgent_body = GENERATE.body(max_tokens=80, sampling=EXACT, target_ttft=10, target_tbt=1)
         del urgent_body["text"]
         urgent_body["input_ids"] = token_ids(200)
 
@@ -241,12 +238,12 @@ def test_a_full_kv_pool_gives_way_and_what_is_preempted_is_not_lost(run_server: 
         had_ended = [stream.has_ended for stream in patient]
         urgent = http.post("/generate", json=urgent_body)
         assert urgent.status_code == 200, urgent.text
-        assert urgent.json()["meta_info"]["completion_tokens"] == 40
+        assert urgent.json()["meta_info"]["completion_tokens"] == 80
         assert [stream.has_ended for stream in patient] == had_ended, "it waited for someone's end"
 
         for stream in patient:
             stream.wait()
-        assert [stream.num_tokens for stream in patient] == [200, 200]
+        assert [stream.num_tokens for stream in patient] == [140, 140]
         assert [stream.finish_type for stream in patient] == ["length", "length"]
         state = wait_until_idle(http)
         assert state["free_kv_tokens"] + state["evictable_kv_tokens"] == state["total_kv_tokens"]
