@@ -202,7 +202,7 @@ def status_of_a_new_request(server: Server) -> int | str:
 def test_sigterm_finishes_what_streams_refuses_what_is_new_and_leaves_no_process(
     run_server: RunServer,
 ) -> None:
-    num_tokens = 300
+    num_tokens = 100
     # On the way out, run_server insists that no process is left.
     with (
         run_server(stop_signal=signal.SIGTERM) as server,
