@@ -179,7 +179,8 @@ class Supervisor:
         _say(f"ready on {url} after {seconds:.0f} s (policy {self._args.policy}). Try:")
         body = (
             '{"model": "default", "messages": [{"role": "user", "content": '
-            '"What is the capital of France?"}], "temperature": 0, "max_tokens": 40, "deadline": 10}'
+            '"What is the capital of France?"}], "temperature": 0, "max_tokens": 40, '
+            '"deadline": 10}'
         )
         sys.stderr.write(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"

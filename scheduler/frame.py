@@ -366,20 +366,20 @@ class FrameManager:
         group = [item for item in ranked if item[0] == math.inf][: capacity.max_batch]
         others = [item for item in ranked if item[0] < math.inf]
         group += self.policy.choose(others, capacity.max_batch - len(group))
-        group_ids = {request.request_id for _, request in group}
-        outside = [item for item in ranked if item[1].request_id not in group_ids]
         moves_left = max(1, int(capacity.max_batch * self.config.max_moves_fraction))
         room = _Room(capacity)
         chosen: list[tuple[float, Request]] = []
         preempt: list[str] = []
         for item in self._blocked_first(group):
             request = item[1]
+            if request.request_id in preempt:
+                continue
             if request.holds_kv:
                 chosen.append(item)
                 continue
             need = self._kv_need(request, capacity)
             if not room.fits(need):
-                freed = self._make_room(item, need, room, outside, preempt, moves_left, context)
+                freed = self._make_room(item, need, room, ranked, preempt, moves_left, context)
                 moves_left -= freed
             if room.take(need):
                 chosen.append(item)
@@ -388,6 +388,8 @@ class FrameManager:
             if self._is_blocked_long(request):
                 # What comes free from here on is kept for it.
                 room.close()
+        # One that comes first for having been blocked long may have taken the KV of a better one.
+        chosen = [item for item in chosen if item[1].request_id not in preempt]
         # Whoever runs now and has no place in the group gives way, if a place is taken.
         chosen_ids = {request.request_id for _, request in chosen}
         displaced = [
@@ -404,18 +406,26 @@ class FrameManager:
         chosen += displaced[num_parks:]
         if len(chosen) > capacity.max_batch:
             chosen = self._shed(chosen, capacity.max_batch)
-        if len(chosen) < capacity.max_batch:
-            taken = {request.request_id for _, request in chosen} | set(park) | set(preempt)
-            for item in ranked:
-                if len(chosen) >= capacity.max_batch:
-                    break
-                if item[1].request_id in taken:
-                    continue
-                # Skip, not stop: one that does not fit must not starve those that do.
-                if item[1].holds_kv or room.take(self._kv_need(item[1], capacity)):
-                    chosen.append(item)
+        taken = {request.request_id for _, request in chosen} | set(park) | set(preempt)
+        rest = [item for item in ranked if item[1].request_id not in taken]
+        self._fill(chosen, rest, room, capacity)
         # A prompt that never fits must run when nothing else does.
         return chosen or ranked[:1], park, preempt
+
+    def _fill(
+        self,
+        chosen: list[tuple[float, Request]],
+        rest: list[tuple[float, Request]],
+        room: "_Room",
+        capacity: EngineCapacity,
+    ) -> None:
+        """Give the places that are left to the best of ``rest``."""
+        for item in rest:
+            if len(chosen) >= capacity.max_batch:
+                break
+            # Skip, not stop: one that does not fit must not starve those that do.
+            if item[1].holds_kv or room.take(self._kv_need(item[1], capacity)):
+                chosen.append(item)
 
     def _is_blocked_long(self, request: Request) -> bool:
         return request.frames_blocked >= self.config.reserve_after_frames
@@ -437,12 +447,14 @@ class FrameManager:
         challenger: tuple[float, Request],
         need: int,
         room: "_Room",
-        outside: list[tuple[float, Request]],
+        ranked: list[tuple[float, Request]],
         preempt: list[str],
         moves_left: int,
         context: PolicyContext,
     ) -> int:
-        """Preempt the worst KV holders outside the group for ``challenger``; how many.
+        """Preempt the worst KV holders, clearly worse than ``challenger``, for it; how many.
+
+        Also where the batch has room for all: then it is KV that they compete for.
 
         The cost gate of the paper: the stall (recomputing the victims' KV) times the batch's
         token speed must stay below the tokens that the challenger still has to give.
@@ -455,7 +467,7 @@ class FrameManager:
         victims: list[Request] = []
         loss = 0.0
         freed = _Room.empty()
-        for victim_score, victim in reversed(outside):
+        for victim_score, victim in reversed(ranked):
             if (
                 not victim.holds_kv
                 or victim.is_pinned
