@@ -919,3 +919,14 @@ def test_malformed_requests_take_one_place_at_a_time() -> None:
     plan = engine.next_frame()
     assert plan.admit == ("bad0",)
     assert len(plan.park) == 1
+
+
+def test_kv_is_taken_from_a_worse_request_also_where_the_batch_has_room() -> None:
+    engine = Engine("edf", max_batch=8, total_kv=700, frame_steps=10)
+    for name in ("patient0", "patient1"):
+        engine.arrive(name, DeadlineSlo(3600), input_tokens=300)
+    engine.run("patient0", "patient1")
+    engine.arrive("urgent", DeadlineSlo(5), input_tokens=200)
+    plan = engine.next_frame()
+    assert plan.preempt == ("patient1",)
+    assert plan.admit == ("urgent",)
