@@ -20,7 +20,6 @@ from engine.runtime.settings import Settings, from_environment
 logger = logging.getLogger(__name__)
 
 EXIT_USAGE = 2
-EXIT_START_FAILED = 1
 
 
 def build_parser() -> flags.Parser:

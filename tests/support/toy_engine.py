@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.slo import LatencySlo, OutcomeTracker, RequestTerms
+from core.slo import OutcomeTracker, RequestTerms
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.plan import EngineCapacity, FramePlan
@@ -189,7 +189,3 @@ class ToyEngine:
                 continue
             self.step()
             assert self.steps < max_steps, "the engine does not come to an end"
-
-
-def is_latency(job: Job) -> bool:
-    return isinstance(job.terms.slo, LatencySlo)
