@@ -4,11 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from bench import overhead, plot, serve
+from bench import optimum, overhead, plot, scheduler, serve
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
+    "optimum": optimum.main,
     "overhead": overhead.main,
     "plot": plot.main,
+    "scheduler": scheduler.main,
     "serve": serve.main,
 }
 
@@ -19,6 +21,8 @@ def main(argv: list[str]) -> int:
         prog="python -m bench",
         description="Benchmarks on the real server. `python -m bench NAME --help` has the flags.",
         epilog="overhead: throughput against stock SGLang at saturation. "
+        "scheduler: time to plan a frame. "
+        "optimum: goodput against the exact optimum of small instances. "
         "serve: SLO attainment and goodput of several policies at an overload. "
         "plot: a chart of a serve run.",
     )

@@ -52,9 +52,21 @@ class BestEffortSlo(msgspec.Struct, frozen=True, tag="best_effort"):
     deadline_s: float
 
 
-Slo = LatencySlo | DeadlineSlo | CompoundSlo | BestEffortSlo
+class ReasoningSlo(msgspec.Struct, frozen=True, tag="reasoning"):
+    """Thinks by a deadline, then streams: two phases of one answer.
 
-SloType = Literal["latency", "deadline", "compound", "best_effort"]
+    The visible answer must begin by the deadline, else nothing counts. Token j (from 0) of it
+    is on time if sent by arrival + deadline + j * target_tbt; input and thinking count whole.
+    """
+
+    deadline_s: float
+    """By when the visible answer must begin."""
+    target_tbt_s: float
+
+
+Slo = LatencySlo | DeadlineSlo | CompoundSlo | BestEffortSlo | ReasoningSlo
+
+SloType = Literal["latency", "deadline", "compound", "best_effort", "reasoning"]
 
 
 class RequestTerms(msgspec.Struct, frozen=True):
@@ -80,13 +92,17 @@ def slo_type(slo: Slo) -> SloType:
             return "compound"
         case BestEffortSlo():
             return "best_effort"
+        case ReasoningSlo():
+            return "reasoning"
 
 
 def deadline_at_s(terms: RequestTerms) -> float:
-    """When the whole answer is due; infinite for a latency-sensitive request."""
+    """When the whole answer (or its thinking) is due; infinite for a latency-sensitive request."""
     match terms.slo:
         case LatencySlo():
             return math.inf
+        case ReasoningSlo(deadline_s):
+            return terms.arrival_s + deadline_s
         case DeadlineSlo(deadline_s) | CompoundSlo(deadline_s) | BestEffortSlo(deadline_s):
             return terms.arrival_s + deadline_s
 
@@ -119,7 +135,15 @@ class SloOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 class OutcomeTracker:
     """Follows the tokens of one answer as they are sent and judges it at the end."""
 
-    __slots__ = ("_first_s", "_goodput", "_sent", "_terms", "_worst_s")
+    __slots__ = (
+        "_answer_from",
+        "_began_in_time",
+        "_first_s",
+        "_goodput",
+        "_sent",
+        "_terms",
+        "_worst_s",
+    )
 
     def __init__(self, terms: RequestTerms) -> None:
         self._terms = terms
@@ -127,6 +151,16 @@ class OutcomeTracker:
         self._goodput = 0
         self._first_s: float | None = None
         self._worst_s = -math.inf
+        self._answer_from: int | None = None
+        self._began_in_time = False
+
+    def answer_began(self, thinking_tokens: int) -> None:
+        """The tokens before were thinking; the next one is the first of the visible answer.
+
+        Only a reasoning request has two phases; a second report is ignored.
+        """
+        if isinstance(self._terms.slo, ReasoningSlo) and self._answer_from is None:
+            self._answer_from = min(max(thinking_tokens, self._sent), 1 << 40)
 
     def sent(self, total_tokens: int, now_s: float) -> None:
         """``total_tokens`` of the answer have now been sent; calls with no news are ignored."""
@@ -136,14 +170,25 @@ class OutcomeTracker:
             self._first_s = now_s
         slo = self._terms.slo
         if isinstance(slo, LatencySlo):
-            # Tokens sent together are as late as the earliest-due of them.
-            first_due_s = token_due_at_s(self._terms, slo, self._sent)
-            self._worst_s = max(self._worst_s, now_s - first_due_s)
-            num_new = total_tokens - self._sent
-            overdue_tokens = (now_s - first_due_s) / slo.target_tbt_s - 1e-9
-            num_late = math.ceil(min(max(overdue_tokens, 0), num_new))
-            self._goodput += num_new - num_late
+            due_s = token_due_at_s(self._terms, slo, self._sent)
+            self._stream(total_tokens - self._sent, due_s, slo.target_tbt_s, now_s)
+        elif isinstance(slo, ReasoningSlo) and self._answer_from is not None:
+            first = max(self._sent, self._answer_from)
+            ahead = first - self._answer_from
+            due_s = self._terms.arrival_s + slo.deadline_s + ahead * slo.target_tbt_s
+            self._stream(total_tokens - first, due_s, slo.target_tbt_s, now_s)
+            if first == self._answer_from and total_tokens > first and now_s <= due_s:
+                self._began_in_time = True
         self._sent = total_tokens
+
+    def _stream(self, num_new: int, first_due_s: float, tbt_s: float, now_s: float) -> None:
+        """Tokens sent together are as late as the earliest-due of them."""
+        if num_new <= 0:
+            return
+        self._worst_s = max(self._worst_s, now_s - first_due_s)
+        overdue_tokens = (now_s - first_due_s) / tbt_s - 1e-9
+        num_late = math.ceil(min(max(overdue_tokens, 0), num_new))
+        self._goodput += num_new - num_late
 
     def finish(self, input_tokens: int, now_s: float, reason: str | None = None) -> SloOutcome:
         """Judge the answer, complete at ``now_s`` unless ``reason`` says why it is not."""
@@ -158,6 +203,16 @@ class OutcomeTracker:
                 lateness_s = now_s - deadline_at_s(terms)
                 met = reason is None and lateness_s <= 0
                 goodput = input_tokens + self._sent if met else 0
+            case ReasoningSlo():
+                # Without a visible answer it is judged as a deadline.
+                began = self._worst_s > -math.inf
+                lateness_s = self._worst_s if began else now_s - deadline_at_s(terms)
+                met = reason is None and lateness_s <= 0
+                goodput = self._goodput
+                if self._began_in_time:
+                    goodput += input_tokens + (self._answer_from or 0)
+                else:
+                    goodput = 0 if began or not met else input_tokens + self._sent
             case BestEffortSlo():
                 lateness_s = None
                 met = reason is None
@@ -173,7 +228,7 @@ class OutcomeTracker:
             e2el_s=round(now_s - terms.arrival_s, 6),
             output_tokens=self._sent,
             target_ttft=slo.target_ttft_s if isinstance(slo, LatencySlo) else None,
-            target_tbt=slo.target_tbt_s if isinstance(slo, LatencySlo) else None,
+            target_tbt=slo.target_tbt_s if isinstance(slo, LatencySlo | ReasoningSlo) else None,
             deadline=_deadline_asked_for(slo),
             program_id=slo.program_id if isinstance(slo, CompoundSlo) else None,
             reason=reason,
@@ -187,7 +242,7 @@ def _deadline_asked_for(slo: Slo) -> float | None:
             return None
         case CompoundSlo():
             return round(slo.deadline_s + slo.program_age_s, 6)
-        case DeadlineSlo(deadline_s) | BestEffortSlo(deadline_s):
+        case DeadlineSlo(deadline_s) | BestEffortSlo(deadline_s) | ReasoningSlo(deadline_s):
             return deadline_s
 
 

@@ -16,6 +16,7 @@ from core.slo import (
     DeadlineSlo,
     LatencySlo,
     OnMiss,
+    ReasoningSlo,
     RequestTerms,
     Slo,
 )
@@ -38,7 +39,9 @@ SLO_FIELDS: dict[str, dict[str, Any]] = {
         "type": "number",
         "exclusiveMinimum": 0,
         "maximum": MAX_TIME_S,
-        "description": "Seconds between tokens of a latency-sensitive answer.",
+        "description": "Seconds between tokens of a latency-sensitive answer. With deadline: "
+        "the thinking must be done by the deadline, and the visible answer then streams at "
+        "this pace.",
     },
     "deadline": {
         "type": "number",
@@ -65,7 +68,11 @@ SLO_FIELDS: dict[str, dict[str, Any]] = {
         "maxLength": MAX_NAME_CHARS,
         "description": "This call's name inside its program.",
     },
-    "final": {"type": "boolean", "description": "True for the last call of a program."},
+    "final": {
+        "type": "boolean",
+        "description": "True for the last call of a program. It may be latency-sensitive "
+        "(target_ttft, target_tbt) in place of sharing the program's deadline.",
+    },
     "waiting_time": {
         "type": "number",
         "exclusiveMinimum": 0,
@@ -231,22 +238,61 @@ def _slo(
     for name in ("parents", "node", "final"):
         if name in given and program is None:
             raise FieldError(name, "belongs to a program; give program_id too")
-    if latency is not None and (deadline or program) is not None:
-        other = (deadline or program or latency).name
-        raise FieldError(
-            latency.name,
-            f"cannot be combined with {other}: a request is either latency-sensitive "
-            "(target_ttft, target_tbt) or has a deadline",
-        )
+    if latency is not None and deadline is not None and program is None:
+        return _reasoning(given, deadline)
+    if latency is not None and program is not None:
+        return _last_stream(given, defaults, programs, now_s, tenant)
     if program is not None:
         return _compound(given, defaults, programs, now_s, tenant)
     if deadline is not None:
         return DeadlineSlo(_seconds(*deadline))
     if latency is not None or (is_stream and defaults.streaming_is_latency_sensitive):
-        ttft = given.get("target_ttft", _Named("target_ttft", defaults.target_ttft))
-        tbt = given.get("target_tbt", _Named("target_tbt", defaults.target_tbt))
-        return LatencySlo(_seconds(*ttft), _seconds(*tbt))
+        return _latency(given, defaults)
     return BestEffortSlo(defaults.best_effort_deadline)
+
+
+def _latency(given: Mapping[str, _Named], defaults: SloDefaults) -> LatencySlo:
+    ttft = given.get("target_ttft", _Named("target_ttft", defaults.target_ttft))
+    tbt = given.get("target_tbt", _Named("target_tbt", defaults.target_tbt))
+    return LatencySlo(_seconds(*ttft), _seconds(*tbt))
+
+
+def _reasoning(given: Mapping[str, _Named], deadline: _Named) -> ReasoningSlo:
+    """Thinking by a deadline, then a streamed answer: ``deadline`` with ``target_tbt``."""
+    if "target_ttft" in given:
+        raise FieldError(
+            given["target_ttft"].name,
+            f"cannot be combined with {deadline.name}: a request is either latency-sensitive "
+            "(target_ttft, target_tbt) or has a deadline; thinking by a deadline and then "
+            "streaming takes deadline and target_tbt",
+        )
+    return ReasoningSlo(_seconds(*deadline), _seconds(*given["target_tbt"]))
+
+
+def _last_stream(
+    given: Mapping[str, _Named],
+    defaults: SloDefaults,
+    programs: ProgramDeadlines,
+    now_s: float,
+    tenant: str,
+) -> LatencySlo:
+    """The last call of a program may be latency-sensitive: its answer is what people read."""
+    latency = given.get("target_ttft") or given["target_tbt"]
+    is_final = _boolean(*given["final"]) if "final" in given else False
+    other = given.get("deadline") or (None if is_final else given["program_id"])
+    if other is not None:
+        raise FieldError(
+            latency.name,
+            f"cannot be combined with {other.name}: a call of a program shares the program's "
+            "deadline; only its last call (final: true) may be latency-sensitive instead",
+        )
+    slo = _latency(given, defaults)
+    program_id = _name(*given["program_id"])
+    for name, check in (("parents", _parents), ("node", _name)):
+        if name in given:
+            check(*given[name])
+    programs.close(tenant, program_id)
+    return slo
 
 
 def _compound(

@@ -1,29 +1,52 @@
-"""How long an answer will be, until a forecaster says: quantiles of finished answers by class."""
+"""How long answers will be: equal-mass points of each request's length distribution.
 
+A forecast is ``NUM_POINTS`` ascending points of equal mass. Given g tokens generated so far
+it is truncated to L > g, which is all that refinement needs to be (paper, section Request
+Analyzer; ``docs/metrics.md`` has the formulas). Until a forecaster says otherwise the points
+are those of the last finished answers of the request's class.
+"""
+
+import enum
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.request import Request
+from scheduler.table import NUM_POINTS, Bools, Floats, Ints, Points, RequestTable, Rows
 
-Floats = npt.NDArray[np.float64]
+PRIOR_TOKENS = 512.0
+"""Before any answer has finished, lengths are taken to be uniform up to this."""
+_MAX_POINT = 1e9
+_MIDDLES = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+
+
+class Information(enum.StrEnum):
+    """What a policy may know of lengths."""
+
+    FORECAST = "forecast"
+    KNOWN = "known"
+    """The true length where it is certain (oracles), else the forecast."""
+    AVERAGE = "average"
+    """The same average for everybody: the paper's ablation without the Request Analyzer."""
 
 
 class LengthEstimates(Protocol):
-    """What the scheduler asks of a length forecast. All lengths are output tokens."""
+    """Where the points of a request without a forecast of its own come from."""
 
-    def remaining_mean(self, request: Request) -> float:
-        """Expected tokens still to come; at least 1 and at most what max_tokens leaves."""
+    @property
+    def version(self) -> int:
+        """Rises whenever ``points`` may answer differently."""
         ...
 
-    def remaining_bound(self, request: Request) -> float:
-        """Upper bound of the tokens still to come, at the configured quantile."""
+    @property
+    def average_tokens(self) -> float:
+        """Mean output tokens of the answers that finished lately."""
         ...
 
-    def fits_fraction(self, request: Request, tokens: float) -> float:
-        """Probability that at most ``tokens`` are still to come."""
+    def points(self, slo_type: str) -> Points:
+        """Ascending equal-mass points of the output tokens of that class."""
         ...
 
     def learn(self, request: Request, *, is_censored: bool) -> None:
@@ -34,73 +57,125 @@ class LengthEstimates(Protocol):
 class OnlineClassLengths:
     """The empirical distribution of the last finished answers of each SLO class.
 
-    Before any has finished, lengths are taken to be uniform up to min(max_tokens, 512).
-    Given g tokens generated so far, the distribution is truncated to L > g (paper, section
-    Request Analyzer; ``docs/metrics.md`` has the formulas).
+    New answers count once they are an eighth of what is known: the points of ten thousand
+    waiting requests are not worth rewriting for every one of them.
     """
 
-    def __init__(self, quantile: float = 0.9, window: int = 512) -> None:
-        if not 0 < quantile < 1:
-            raise ValueError(f"quantile must be between 0 and 1, got {quantile}")
-        self._quantile = quantile
+    def __init__(self, window: int = 512) -> None:
         self._window = window
         self._recent: dict[str, deque[int]] = {}
-        self._sorted: dict[str, Floats] = {}
-        self._prior: Floats = np.linspace(1.0, 512.0, 64)
+        self._points: dict[str, Points] = {}
+        self._num_new: dict[str, int] = {}
+        self._prior: Points = (1.0 + (PRIOR_TOKENS - 1.0) * _MIDDLES).astype(np.float32)
+        self._all: deque[int] = deque(maxlen=window)
+        self._sum = 0
+        self._version = 0
 
-    def remaining_mean(self, request: Request) -> float:
-        longer = self._longer_than_generated(request)
-        room = self._room(request)
-        if longer.size == 0:
-            # Longer than every answer seen: as the Lindy rule has it, half as long again.
-            return max(1.0, min(room, max(request.generated_tokens * 0.5, 16.0)))
-        total = np.minimum(longer, request.max_output_tokens)
-        return max(1.0, min(room, float(total.mean()) - request.generated_tokens))
+    @property
+    def version(self) -> int:
+        return self._version
 
-    def remaining_bound(self, request: Request) -> float:
-        longer = self._longer_than_generated(request)
-        room = self._room(request)
-        if longer.size == 0:
-            return max(1.0, room)
-        position = min(int(self._quantile * longer.size), longer.size - 1)
-        return max(1.0, min(room, float(longer[position]) - request.generated_tokens))
+    @property
+    def average_tokens(self) -> float:
+        return self._sum / len(self._all) if self._all else PRIOR_TOKENS / 2
 
-    def fits_fraction(self, request: Request, tokens: float) -> float:
-        if tokens >= self._room(request):
-            return 1.0
-        if tokens < 1:
-            return 0.0
-        longer = self._longer_than_generated(request)
-        if longer.size == 0:
-            return 0.5
-        most = request.generated_tokens + tokens
-        return float(np.searchsorted(longer, most, side="right")) / longer.size
+    def points(self, slo_type: str) -> Points:
+        return self._points.get(slo_type, self._prior)
 
     def learn(self, request: Request, *, is_censored: bool) -> None:
-        if is_censored and request.generated_tokens < request.max_output_tokens:
+        tokens = request.generated_tokens
+        if is_censored and tokens < request.max_output_tokens:
             return
+        if len(self._all) == self._window:
+            self._sum -= self._all[0]
+        self._all.append(tokens)
+        self._sum += tokens
         key = request.slo_type
         recent = self._recent.setdefault(key, deque(maxlen=self._window))
-        recent.append(request.generated_tokens)
-        self._sorted.pop(key, None)
-
-    def _longer_than_generated(self, request: Request) -> Floats:
-        lengths = self._lengths(request.slo_type)
-        first = int(np.searchsorted(lengths, request.generated_tokens, side="right"))
-        return lengths[first:]
-
-    def _lengths(self, key: str) -> Floats:
-        lengths = self._sorted.get(key)
-        if lengths is None:
-            recent = self._recent.get(key)
-            if not recent:
-                return self._prior
-            lengths = self._sorted[key] = np.sort(np.asarray(recent, dtype=np.float64))
-        return lengths
-
-    @staticmethod
-    def _room(request: Request) -> float:
-        return float(max(request.max_output_tokens - request.generated_tokens, 1))
+        recent.append(tokens)
+        self._num_new[key] = self._num_new.get(key, 0) + 1
+        if self._num_new[key] * 8 >= len(recent):
+            self._num_new[key] = 0
+            self._points[key] = equal_mass_points(recent)
+            self._version += 1
 
 
 _: type[LengthEstimates] = OnlineClassLengths
+
+
+def equal_mass_points(lengths: Sequence[float] | deque[int] | Points | Floats) -> Points:
+    """``NUM_POINTS`` ascending points of a sample or of a forecast's own points.
+
+    Raises:
+        ValueError: nothing is there, or a length is not a number of 0 or more.
+    """
+    sample = np.sort(np.asarray(lengths, dtype=np.float64))
+    if sample.ndim != 1 or sample.size == 0 or not (np.isfinite(sample).all() and sample[0] >= 0):
+        raise ValueError("a length forecast takes one or more finite lengths of 0 or more tokens")
+    if sample.size == 1:
+        return np.full(NUM_POINTS, min(sample[0], _MAX_POINT), dtype=np.float32)
+    # Each length stands for the middle of its share of the mass, as each point does.
+    places = (np.arange(sample.size) + 0.5) / sample.size
+    return np.minimum(np.interp(_MIDDLES, places, sample), _MAX_POINT).astype(np.float32)
+
+
+def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
+    """Bring the length columns of these rows up to their ``generated_tokens``."""
+    if not index.size:
+        return
+    generated = table.generated_tokens[index]
+    limit = table.max_output_tokens[index]
+    room = np.maximum(limit - generated, 1.0)
+    points = np.minimum(table.points[index], limit[:, None])
+    is_ahead = points > generated[:, None]
+    ahead = is_ahead.sum(axis=1)
+    outlived = ahead == 0
+    count = np.maximum(ahead, 1)
+    mean = (points * is_ahead).sum(axis=1) / count - generated
+    first = np.minimum(NUM_POINTS - ahead, NUM_POINTS - 1)
+    position = np.minimum(first + (quantile * count).astype(np.int64), NUM_POINTS - 1)
+    bound = points[np.arange(len(index)), position] - generated
+    # Longer than every answer seen: as the Lindy rule has it, half as long again.
+    mean = np.where(outlived, np.maximum(generated * 0.5, 16.0), mean)
+    bound = np.where(outlived, room, bound)
+    table.mean_tokens[index] = np.clip(mean, 1.0, room)
+    table.bound_tokens[index] = np.clip(bound, 1.0, room)
+    table.num_ahead[index] = ahead
+    table.is_stale[index] = False
+
+
+class Remaining:
+    """Remaining lengths of some rows under one kind of ``Information``. Shapes (n,)."""
+
+    def __init__(self, rows: Rows, information: Information, average_tokens: float) -> None:
+        self._rows = rows
+        self.mean_tokens: Floats = rows.mean_tokens
+        self.bound_tokens: Floats = rows.bound_tokens
+        self._is_fixed: Bools | None = None
+        if information is Information.KNOWN:
+            self._fix(rows.known_tokens, ~np.isnan(rows.known_tokens))
+        elif information is Information.AVERAGE:
+            self._fix(np.full(rows.size, average_tokens), np.ones(rows.size, dtype=np.bool_))
+
+    def _fix(self, total: Floats, where: Bools) -> None:
+        rows = self._rows
+        fixed = np.clip(np.where(where, total, 1.0) - rows.generated_tokens, 1.0, rows.room_tokens)
+        self.mean_tokens = np.where(where, fixed, self.mean_tokens)
+        self.bound_tokens = np.where(where, fixed, self.bound_tokens)
+        self._is_fixed = where
+
+    def fits_fraction(self, tokens: Floats, index: Ints) -> Floats:
+        """Probability that at most ``tokens`` are still to come, for the rows at ``index``."""
+        rows = self._rows
+        ahead = rows.num_ahead[index]
+        # A point beyond max_tokens stands for an answer that ends there: see the room below.
+        reached = rows.generated_tokens[index] + np.maximum(tokens, 0.0)
+        beyond = (rows.points[index] > reached.astype(np.float32)[:, None]).sum(axis=1)
+        mean = self.mean_tokens[index]
+        with np.errstate(under="ignore"):
+            outlived = -np.expm1(-np.maximum(tokens, 0.0) / mean)
+        fits = np.where(ahead > 0, 1.0 - beyond / np.maximum(ahead, 1), outlived)
+        if self._is_fixed is not None:
+            fits = np.where(self._is_fixed[index], (tokens >= mean).astype(np.float64), fits)
+        fits = np.where(tokens >= rows.room_tokens[index], 1.0, fits)
+        return np.where(tokens < 1.0, 0.0, fits)

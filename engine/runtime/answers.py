@@ -40,7 +40,12 @@ class AnswerLog:
         now_s = self._clock.now_s()
         answer_id = meta["id"]
         tracker = self._trackers.setdefault(answer_id, OutcomeTracker(self.terms))
-        tracker.sent(int(meta.get("completion_tokens") or 0), now_s)
+        sent_tokens = int(meta.get("completion_tokens") or 0)
+        thinking_tokens = int(meta.get("reasoning_tokens") or 0)
+        if sent_tokens > thinking_tokens:
+            # SGLang counts every token as thinking until the one that ends it.
+            tracker.answer_began(thinking_tokens)
+        tracker.sent(sent_tokens, now_s)
         finish = meta.get("finish_reason")
         if not finish:
             return

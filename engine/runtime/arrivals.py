@@ -31,7 +31,22 @@ def arrival_arguments(req: Req) -> dict[str, Any]:
         "is_pinned": is_pinned(req),
         # A refused request runs one token to be answered; a health check must not queue.
         "is_urgent": is_refused(req) or (is_health_check(req) and limit is not None and limit <= 1),
+        "priority": req.priority or 0,
+        "known_output_tokens": _certain_output_tokens(req),
     }
+
+
+def _certain_output_tokens(req: Req) -> int | None:
+    """How long the answer will be where the request itself says so: nothing can end it early."""
+    params = req.sampling_params
+    is_open = params.ignore_eos and not params.stop_strs and not params.stop_token_ids
+    limit = params.max_new_tokens
+    return limit if is_open and limit is not None and limit < math.inf else None
+
+
+def has_answer_begun(req: Req) -> bool:
+    """Whether its next token is one of the visible answer and not of the thinking before it."""
+    return not req.require_reasoning or bool(req._is_reasoning_over)
 
 
 def is_health_check(req: Req) -> bool:

@@ -10,9 +10,10 @@ import msgspec
 import yaml
 
 from core.terms import SloDefaults
+from engine.runtime import custom
 from engine.runtime.settings import STOCK_POLICY, Settings, SloConfig
-from scheduler.frame import SchedulerConfig
-from scheduler.policies import POLICIES
+from scheduler.config import SchedulerConfig
+from scheduler.policies import CHOICES, POLICIES
 
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
@@ -43,7 +44,30 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=[*POLICIES, STOCK_POLICY],
         default=config.policy,
-        help="who decides what runs; sglang: SGLang's own scheduler (default: %(default)s)",
+        metavar="NAME",
+        help=f"who decides what runs: {CHOICES} (work whose deadline has passed stops); "
+        "sglang: SGLang's own scheduler (default: %(default)s)",
+    )
+    group.add_argument(
+        "--goodput",
+        default=config.goodput,
+        metavar="OBJECTIVE",
+        help="what is maximised: token, request, weights of input and output tokens as 1:2, or "
+        "an object of your own by its dotted path, package.module:name (default: %(default)s)",
+    )
+    group.add_argument(
+        "--fairness",
+        type=float,
+        default=config.fairness,
+        metavar="FRACTION",
+        help="weight of fairness between tenants against goodput, 0 to 1 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--fairness-function",
+        default=config.fairness_function,
+        metavar="PATH",
+        help="what is fair, by the dotted path of a function of each request's tenant's service "
+        "so far (default: who was served least comes first)",
     )
     group.add_argument(
         "--frame-steps",
@@ -112,6 +136,9 @@ _FLAG_OF_SETTING = {
     "frame_s": "--frame-seconds",
     "max_decode_pause_s": "--max-decode-pause",
     "length_quantile": "--length-quantile",
+    "fairness": "--fairness",
+    "goodput": "--goodput",
+    "fairness_function": "--fairness-function",
 }
 
 
@@ -131,7 +158,13 @@ def own_settings(args: argparse.Namespace) -> Settings:
             frame_s=args.frame_seconds,
             length_quantile=args.length_quantile,
             max_decode_pause_s=args.max_decode_pause,
+            goodput=args.goodput,
+            fairness=args.fairness,
+            fairness_function=args.fairness_function,
         )
+        custom.load(scheduler)
+    except custom.CustomError as error:
+        raise UsageError(f"{_FLAG_OF_SETTING[error.setting]} {error}") from error
     except ValueError as error:
         name, _, complaint = str(error).partition(" ")
         raise UsageError(f"{_FLAG_OF_SETTING.get(name, name)} {complaint}") from error

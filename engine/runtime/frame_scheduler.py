@@ -25,7 +25,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Req,
 from sglang.srt.runtime_context import get_parallel
 
 from core.clock import MonotonicClock
-from engine.runtime import arrivals, batches
+from engine.runtime import arrivals, batches, custom
 from engine.runtime.drops import drop_message
 from engine.runtime.settings import (
     KNOB_FORCE_MOVES,
@@ -76,11 +76,13 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._settings: Settings = settings
         self._clock = MonotonicClock()
         self._tick: ClockTick | None = None
-        self._frames = FrameManager(settings.scheduler)
+        self._frames = FrameManager(settings.scheduler, **custom.load(settings.scheduler))
         self._parked: ScheduleBatch | None = None
         self._reqs: dict[str, Req] = {}
         """Live SGLang requests by the id under which the frame manager knows them."""
         self._admissions: tuple[str, ...] = ()
+        self._num_run: int | None = None
+        """How many the last plan lets run together; None before the first."""
         self._was_prefill = False
         self._abort_only: str | None = None
         self._is_window_open = False
@@ -151,6 +153,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._reqs[key] = req
         terms = arrivals.terms_of(req, self._settings.slo.default, self._now_s())
         self._frames.arrive(key, terms, **arrivals.arrival_arguments(req))
+        if arrivals.has_answer_begun(req):
+            self._frames.answer_began(key)
 
     def _forget(self, key: str, state: RequestState) -> None:
         self._frames.ended(key, state)
@@ -199,6 +203,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
                 self._forget(key, RequestState.ABORTED if is_abort else RequestState.FINISHED)
             else:
                 self._frames.progressed(key, len(req.output_ids))
+                if req.require_reasoning and arrivals.has_answer_begun(req):
+                    self._frames.answer_began(key)
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self._timer.step_launched(batch)
@@ -274,7 +280,13 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._park(set(plan.park) - in_flight, running_batch)
         running_batch = self._resume(plan.resume, running_batch)
         self._admissions = plan.admit
+        self._num_run = plan.num_run
         return running_batch
+
+    def _places(self, running_batch: ScheduleBatch) -> int:
+        """How many more may run together, by the last plan and the engine's limit."""
+        limit = self._max_batch if self._num_run is None else min(self._num_run, self._max_batch)
+        return max(limit - len(running_batch.reqs), 0)
 
     def _preempt(self, keys: set[str], running_batch: ScheduleBatch, moved: set[str]) -> None:
         """Take the KV of running or parked requests and queue them again."""
@@ -308,8 +320,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             return running_batch
         wanted = set(keys)
         indices = batches.indices_where(self._parked, lambda req: req.frame_key in wanted)
-        room = self._max_batch - len(running_batch.reqs)
-        indices = indices[: max(room, 0)]
+        indices = indices[: self._places(running_batch)]
         return self._resume_at(indices, running_batch)
 
     def _resume_at(self, indices: list[int], running_batch: ScheduleBatch) -> ScheduleBatch:
@@ -361,7 +372,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     ) -> NextBatchPlan:
         """Let SGLang prefill what the plan admits, in its order, as far as there is room."""
         rank = {key: position for position, key in enumerate(self._admissions)}
-        room = self._max_batch - len(running_batch.reqs) - (self.chunked_req is not None)
+        room = self._places(running_batch) - (self.chunked_req is not None)
         admitted = [
             req
             for req in self.waiting_queue
@@ -540,6 +551,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             "free_request_slots": int(self.req_to_token_pool.available_size()),
             "total_request_slots": int(self.req_to_token_pool.size),
             "max_batch": self._max_batch,
+            "num_run_at_most": self._num_run,
+            "cutoff": None if frames.policy.tuner is None else frames.policy.tuner.cutoff,
             "arrived": frames.num_arrived,
             "num_parks": frames.num_parks,
             "num_preemptions": frames.num_preemptions,

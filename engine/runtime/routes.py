@@ -10,7 +10,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from engine.runtime import http_layer
 from engine.runtime.settings import KNOB_FORCE_MOVES, KNOB_POLICY
-from scheduler.policies import POLICIES
+from scheduler.policies import CHOICES, POLICIES
 
 
 def add_routes(app: FastAPI) -> None:
@@ -39,7 +39,7 @@ async def slo_policy(
     knobs: dict[str, int | float] = {}
     if policy is not None:
         if policy not in POLICIES:
-            return _error(400, f"policy: takes one of {', '.join(POLICIES)}, got {policy!r:.40}")
+            return _error(400, f"policy: takes one of {CHOICES}, got {policy!r:.40}")
         knobs[KNOB_POLICY] = list(POLICIES).index(policy)
     if force_moves_every is not None:
         if not 0 <= force_moves_every < 2**31:

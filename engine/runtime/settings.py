@@ -9,7 +9,7 @@ import os
 import msgspec
 
 from core.terms import SloDefaults
-from scheduler.frame import SchedulerConfig
+from scheduler.config import SchedulerConfig
 
 ENVIRONMENT_VARIABLE = "JITSERVE_SETTINGS"
 STOCK_POLICY = "sglang"

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from core.clock import Clock
 from scheduler.step_time import StepObservation
 
@@ -51,18 +53,19 @@ class StepTimer:
         return self._clock.now_s() - self._last_progress_s < STALL_S
 
     def _add(self, step: StepObservation, duration_s: float) -> None:
-        self._done.append(
-            StepObservation(duration_s, step.num_decodes, step.context_tokens, step.prefill_tokens)
-        )
+        self._done.append(msgspec.structs.replace(step, duration_s=duration_s))
 
 
 def _composition(batch: Any) -> StepObservation:
     """What a batch is about to do; its duration is not known yet."""
     num_reqs = len(batch.reqs)
     if not batch.forward_mode.is_extend():
-        context = 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
-        return StepObservation(0.0, num_reqs, context, 0)
+        if batch.seq_lens_cpu is None or num_reqs == 0:
+            return StepObservation(0.0, num_reqs, 0, 0)
+        context, longest = int(batch.seq_lens_cpu.sum()), int(batch.seq_lens_cpu.max())
+        return StepObservation(0.0, num_reqs, context, 0, longest * num_reqs - context)
     decoding = batch.decoding_reqs or []
-    context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in decoding)
+    lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in decoding]
+    padding = max(lengths, default=0) * len(lengths) - sum(lengths)
     prefill_tokens = max((batch.extend_num_tokens or 0) - len(decoding), 0)
-    return StepObservation(0.0, len(decoding), context, prefill_tokens)
+    return StepObservation(0.0, len(decoding), sum(lengths), prefill_tokens, padding)

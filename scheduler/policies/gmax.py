@@ -1,112 +1,208 @@
-"""GMAX: the length-homogeneous group of requests with the most margin goodput.
+"""GMAX: the group of requests that earns the most goodput per second of the engine.
 
-Algorithm 1 of the paper (section SLO-aware Scheduler with GMAX) in these readings, each
-measured before it was taken:
-
-* priority = expected goodput / remaining *engine seconds*: prefill takes the engine whole,
-  a decode step is shared by the batch;
-* tokens that can no longer be on time are worth nothing;
-* a deadline counts with the probability that the answer fits, not all or nothing;
-* divided by (1 + slack / 10 s): of equals, the one with less room goes first. A stream ahead
-  of its timeline rests that way, and costs nothing while others take the steps;
-* best-effort and expired work is worth little but never nothing, and rises a little in every
-  frame it waits (delta of the paper), so nothing starves.
+Two policies on the estimates of ``scheduler.estimates``. ``PaperGmax`` is Algorithm 1 of the
+paper (section SLO-aware Scheduler with GMAX); ``Gmax`` is ours, the default. The readings of
+the paper and what differs from it were each measured: ``docs/decisions/``.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from core.slo import LatencySlo
-from scheduler.policies.base import PolicyContext
-from scheduler.request import Request
+import numpy as np
+
+from scheduler.cutoff import CutoffTuner
+from scheduler.estimates import Estimates, Expected
+from scheduler.lengths import Information
+from scheduler.policies.base import Assessment, DisplaceRule, Traits
+from scheduler.policies.grouping import best_batch_size, best_window
+from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Floats, Ints
 
 SLACK_SCALE_S = 10.0
+URGENCY_POWER = 0.25
+"""How much slack counts beside value density. 0: not at all, the most tokens in overload; 1: a
+fifth more requests in time, a tenth fewer tokens. A quarter gives most of both."""
 BEST_EFFORT_WEIGHT = 0.05
-"""Value of a best-effort token against one that counts towards an SLO."""
+"""Value of best-effort work against a stream of the same length in time."""
 EXPIRED_WEIGHT = 0.02
-"""Value of a token of expired work: it is served, after everything that can make it."""
+"""Value of work that is late already: it is served, after everything that can make it."""
 STARVATION_PER_FRAME = 0.002
-"""Delta: rise of the score, in shares of a plain stream's, per frame waited."""
-CUTOFF = 0.95
-"""p: a candidate's score must reach this share of the last chosen one's."""
-MAX_SCORE = 1e12
+"""delta: rise of the score per frame waited, in shares of an average stream's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmaxParts:
+    """Which parts of ``Gmax`` are on; each can be left out to see what it gives."""
+
+    has_gmax: bool = True
+    """Off: shortest expected job first, on the same estimates (the paper's ablation)."""
+    has_grouping: bool = True
+    has_jit: bool = True
+    """Off: slack counts for nothing, and whoever is chosen runs the frame through."""
+    has_adaptive_batch: bool = True
 
 
 class Gmax:
-    """Grouped margin goodput maximisation."""
+    """Ours: expected value per engine second, urgency, and as many at once as pays.
 
-    may_displace = True
+    Score = objective value x P(in time) / engine seconds of the rest, times a mild urgency,
+    (1 + slack / 10 s) ** -1/4. A program counts as a whole: what it got, what runs and what is
+    expected of it. Of the ranked requests the first n run, with n as in ``grouping``; a group
+    of more alike contexts replaces them where the step-time model says it earns more.
+    """
 
-    def scores(self, requests: Sequence[Request], context: PolicyContext) -> list[float]:
-        unit = context.batch_size / context.step_s
-        return [self._score(request, context, unit) for request in requests]
+    source = "JITServe, section SLO-aware Scheduler with GMAX, changed where measured better"
+    approximates = (
+        "Departs from the paper: engine seconds in place of t_gen, expected value in place of an "
+        "upper bound, urgency, batch size as a decision, and the group by modelled value per second"
+    )
 
-    def choose(
-        self, ranked: Sequence[tuple[float, Request]], slots: int
-    ) -> list[tuple[float, Request]]:
-        """Of the requests near or above the last score that fits, the best window by length.
+    def __init__(
+        self,
+        parts: GmaxParts | None = None,
+        information: Information = Information.FORECAST,
+    ) -> None:
+        self._parts = parts or GmaxParts()
+        self._batch_size = 0
+        self.tuner = CutoffTuner() if self._parts.has_grouping else None
+        self.traits = Traits(
+            displace=DisplaceRule.BETTER_SCORE,
+            information=information,
+            is_just_in_time=self._parts.has_jit,
+            is_starvation_free=True,
+            blends_fairness=True,
+        )
 
-        Sorting by input length and sliding a window over it makes a group homogeneous
-        (paper, Grouped Margin Goodput Maximization); ``CUTOFF`` bounds what that may cost.
-        """
-        if len(ranked) <= slots or slots <= 0:
-            return list(ranked[: max(slots, 0)])
-        floor = ranked[slots - 1][0] * CUTOFF
-        candidates = [item for item in ranked if item[0] >= floor]
-        if len(candidates) <= slots:
-            return candidates[:slots]
-        by_length = sorted(candidates, key=lambda item: (item[1].input_tokens, item[1].serial))
-        window = sum(score for score, _ in by_length[:slots])
-        best, best_start = window, 0
-        for start in range(1, len(by_length) - slots + 1):
-            window += by_length[start + slots - 1][0] - by_length[start - 1][0]
-            if window > best * (1 + 1e-9):
-                best, best_start = window, start
-        group = by_length[best_start : best_start + slots]
-        return sorted(group, key=lambda item: (-item[0], item[1].serial))
-
-    def _score(self, request: Request, context: PolicyContext, unit: float) -> float:
-        remaining = context.lengths.remaining_mean(request)
-        prefill_s = context.step_time.prefill_s(request.prefill_tokens)
-        engine_s = prefill_s + remaining / unit
-        if request.is_expired(context.now_s):
-            score = EXPIRED_WEIGHT * remaining / engine_s
-        elif isinstance(request.terms.slo, LatencySlo):
-            score = self._latency_value(request, request.terms.slo, context, remaining, prefill_s)
-            score /= engine_s
-        elif request.has_slo:
-            score = self._deadline_value(request, context, remaining, prefill_s) / engine_s
+    def assess(self, estimates: Estimates) -> Assessment:
+        step_s = estimates.context.step_s
+        expected = estimates.pool_programs(estimates.expected(step_s))
+        plain = _plain_stream_score(estimates)
+        value = expected.full_value * expected.in_time_fraction
+        late = estimates.is_expired
+        value[late] = 0.0
+        best_effort = estimates.rows.kind == BEST_EFFORT
+        value[best_effort] *= BEST_EFFORT_WEIGHT
+        if self._parts.has_gmax:
+            scores = self._score(estimates, expected, value, plain)
         else:
-            score = BEST_EFFORT_WEIGHT * remaining / engine_s
-        score += STARVATION_PER_FRAME * request.frames_waited * unit
-        return min(max(score, 0.0), MAX_SCORE)
+            scores = plain / np.maximum(estimates.mean_tokens, 1.0)
+            scores[late] *= EXPIRED_WEIGHT
+        scores = scores + STARVATION_PER_FRAME * plain * estimates.rows.frames_waited
+        return Assessment(scores, value, expected.in_time_fraction, expected.slack_s)
 
-    @staticmethod
-    def _latency_value(
-        request: Request,
-        slo: LatencySlo,
-        context: PolicyContext,
-        remaining: float,
-        prefill_s: float,
-    ) -> float:
-        """Expected tokens on time if it runs now, discounted by its slack."""
-        step_s = context.step_s
-        slack_s = request.next_due_s() - context.now_s - prefill_s - step_s
-        if slack_s >= 0:
-            return remaining / (1 + slack_s / SLACK_SCALE_S)
-        gain_s = slo.target_tbt_s - step_s
-        # Each token generated faster than its target wins back the difference.
-        lost = -slack_s / gain_s if gain_s > 0 else remaining
-        on_time = max(remaining - lost, 0.0)
-        return max(on_time, EXPIRED_WEIGHT * remaining)
+    def _score(
+        self, estimates: Estimates, expected: Expected, value: Floats, plain: float
+    ) -> Floats:
+        scores = value / estimates.engine_s * self._urgency(estimates, expected)
+        # Shortest first among what is late, so that most of it ends soon.
+        average = estimates.context.average_tokens
+        late = EXPIRED_WEIGHT * plain * average / (average + estimates.mean_tokens)
+        return np.where(estimates.has_slo, np.maximum(scores, late), scores)
 
-    @staticmethod
-    def _deadline_value(
-        request: Request, context: PolicyContext, remaining: float, prefill_s: float
-    ) -> float:
-        """(Input + output tokens) x P(complete in time), discounted by the slack."""
-        budget_s = request.deadline_at_s - context.now_s - prefill_s
-        fits = context.lengths.fits_fraction(request, budget_s / context.step_s)
-        slack_s = max(budget_s - remaining * context.step_s, 0.0)
-        tokens = request.context_tokens + remaining
-        value = tokens * fits / (1 + slack_s / SLACK_SCALE_S)
-        return max(value, EXPIRED_WEIGHT * remaining)
+    def _urgency(self, estimates: Estimates, expected: Expected) -> Floats:
+        if not self._parts.has_jit:
+            return np.ones(estimates.rows.size)
+        slack_s = np.where(estimates.has_slo, np.maximum(expected.slack_s, 0.0), 0.0)
+        urgency: Floats = (1.0 + slack_s / SLACK_SCALE_S) ** -URGENCY_POWER
+        return urgency
+
+    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+        size = min(slots, len(ranked))
+        if self._parts.has_adaptive_batch:
+            size = self._choose_size(ranked[:slots], estimates, slots)
+        if not self._parts.has_grouping or self.tuner is None:
+            return ranked[:size]
+        return best_window(
+            ranked,
+            scores,
+            lengths=estimates.rows.context_tokens,
+            serial=estimates.rows.serial,
+            size=size,
+            cutoff=self.tuner.cutoff,
+            step_time=estimates.context.step_time,
+        )
+
+    def _choose_size(self, top: Ints, estimates: Estimates, slots: int) -> int:
+        near = estimates.take(top)
+        weight = np.where(near.has_slo, 1.0, BEST_EFFORT_WEIGHT)
+        weight /= near.mean_tokens + near.rows.generated_tokens
+
+        def earned(size: int, step_s: float) -> float:
+            """Value that a step of the first ``size`` gives."""
+            expected = near.expected(step_s)
+            value = expected.full_value * expected.in_time_fraction
+            value[near.is_expired] = 0.0
+            value = np.maximum(value, EXPIRED_WEIGHT * expected.full_value) * weight
+            return float(value[:size].sum())
+
+        self._batch_size = best_batch_size(
+            earned, near, slots=slots, current=self._batch_size or len(top)
+        )
+        return self._batch_size
+
+
+def _plain_stream_score(estimates: Estimates) -> float:
+    """Score of a stream of average length that is exactly in time: the unit of all weights."""
+    context = estimates.context
+    length = np.array([max(context.average_tokens, 1.0)])
+    value = float(context.objective.stream_value(length, length)[0])
+    token_s = context.step_s / max(context.batch_size, 1)
+    return max(value, 1e-9) / float(length[0] * token_s)
+
+
+class PaperGmax:
+    """Algorithm 1 in its sensible readings: margin goodput over t_gen, grouped by length."""
+
+    source = "JITServe, Algorithm 1 and appendix (indicator, filter and threshold delta = 10 %)"
+    approximates = (
+        "Where the text leaves it open: a stream's goodput is its tokens that can still be in "
+        "time; what cannot make its deadline is put last, not out; a compound's goodput is the "
+        "whole program's and its t_gen that of its longest live call; p is explored as in "
+        "scheduler/cutoff.py"
+    )
+
+    def __init__(self, information: Information = Information.FORECAST) -> None:
+        self.tuner = CutoffTuner()
+        self.traits = Traits(
+            displace=DisplaceRule.BETTER_VALUE,
+            information=information,
+            is_just_in_time=True,
+            is_starvation_free=True,
+            blends_fairness=True,
+        )
+
+    def assess(self, estimates: Estimates) -> Assessment:
+        context, rows = estimates.context, estimates.rows
+        expected = estimates.pool_programs(estimates.expected(context.step_s))
+        generation_s = _stage_generation_s(estimates)
+        goodput = expected.whole_value * np.where(estimates.has_slo, 1.0, 0.0)
+        is_stream = rows.kind == LATENCY
+        goodput = np.where(is_stream, goodput * expected.in_time_fraction, goodput)
+        unit = np.array([1.0])
+        delta = STARVATION_PER_FRAME * context.average_tokens
+        delta *= float(context.objective.stream_value(unit, unit)[0])
+        infeasible = estimates.has_slo & ~is_stream & (estimates.left_s < generation_s)
+        goodput = np.where(infeasible, goodput * EXPIRED_WEIGHT, goodput)
+        scores = (goodput + delta * rows.frames_waited) / np.maximum(generation_s, 1e-9)
+        return Assessment(scores, goodput, expected.in_time_fraction, expected.slack_s)
+
+    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+        return best_window(
+            ranked,
+            scores,
+            lengths=estimates.rows.input_tokens,
+            serial=estimates.rows.serial,
+            size=min(slots, len(ranked)),
+            cutoff=self.tuner.cutoff,
+        )
+
+
+def _stage_generation_s(estimates: Estimates) -> Floats:
+    """t_gen; of a program's call that of the longest live call of the program."""
+    rows, generation_s = estimates.rows, estimates.generation_s
+    calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+    if not calls.size:
+        return generation_s
+    longest = np.zeros(estimates.context.programs.num_indices)
+    np.maximum.at(longest, rows.program[calls], generation_s[calls])
+    pooled = generation_s.copy()
+    pooled[calls] = longest[rows.program[calls]]
+    return pooled

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toy_engine import Job, ToyEngine
 
-from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo, OnMiss, RequestTerms
-from scheduler.frame import FrameManager, SchedulerConfig
+from core.slo import (
+    BestEffortSlo,
+    CompoundSlo,
+    DeadlineSlo,
+    LatencySlo,
+    OnMiss,
+    ReasoningSlo,
+    RequestTerms,
+    Slo,
+)
+from scheduler.config import SchedulerConfig
+from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.policies import POLICIES
+from scheduler.programs import ProgramOutlook
 from scheduler.step_time import StepObservation
 
 seconds = st.floats(min_value=1e-3, max_value=1e6, allow_nan=False)
 slos = st.one_of(
     st.builds(LatencySlo, seconds, seconds),
     st.builds(DeadlineSlo, seconds),
-    st.builds(lambda left: CompoundSlo(left, "p"), st.floats(-10, 1e6, allow_nan=False)),
+    st.builds(
+        lambda left, program, final: CompoundSlo(left, program, final=final),
+        st.floats(-10, 1e6, allow_nan=False),
+        st.sampled_from(["p", "q"]),
+        st.booleans(),
+    ),
     st.builds(BestEffortSlo, seconds),
+    st.builds(ReasoningSlo, seconds, seconds),
 )
+forecasts = st.lists(st.floats(0, 1e30), min_size=1, max_size=5)
+nonsense = st.lists(st.sampled_from([math.nan, math.inf, -1.0]), max_size=3)
 odd_durations = st.sampled_from([0.0, -1.0, math.nan, math.inf, 1e-12, 1e9])
 
 
@@ -54,20 +74,45 @@ class FrameMachine(RuleBasedStateMachine):
         max_output=st.integers(1, 15),
         waiting_time_s=st.none() | seconds,
         on_miss=st.sampled_from(OnMiss),
+        tenant=st.sampled_from(["", "a", "b"]),
+        priority=st.integers(-(2**70), 2**70),
     )
     def arrive(
         self,
-        slo: LatencySlo | DeadlineSlo | CompoundSlo | BestEffortSlo,
+        slo: Slo,
         input_tokens: int,
         output_tokens: int,
         max_output: int,
         waiting_time_s: float | None,
         on_miss: OnMiss,
+        tenant: str,
+        priority: int,
     ) -> None:
-        terms = RequestTerms(self.engine.now_s, slo, waiting_time_s, on_miss)
+        terms = RequestTerms(self.engine.now_s, slo, waiting_time_s, on_miss, tenant)
         name = f"r{self.num_arrived}"
         self.num_arrived += 1
-        self.engine.arrive(Job(name, terms, input_tokens, output_tokens, max_output))
+        self.engine.arrive(Job(name, terms, input_tokens, output_tokens, max_output, priority))
+
+    @rule(data=st.data(), lengths=forecasts)
+    def forecast(self, data: st.DataObject, lengths: list[float]) -> None:
+        name = f"r{data.draw(st.integers(0, self.num_arrived))}"
+        self.engine.manager.forecast(name, lengths)
+
+    @rule(data=st.data(), lengths=nonsense)
+    def nonsense_is_refused(self, data: st.DataObject, lengths: list[float]) -> None:
+        live = [request.request_id for request in self.engine.manager.live()]
+        if live:
+            with pytest.raises(ValueError, match="length forecast"):
+                self.engine.manager.forecast(data.draw(st.sampled_from(sorted(live))), lengths)
+
+    @rule(data=st.data())
+    def answer_begins(self, data: st.DataObject) -> None:
+        self.engine.manager.answer_began(f"r{data.draw(st.integers(0, self.num_arrived))}")
+
+    @rule(program=st.sampled_from(["p", "q", "never"]), tokens=st.floats())
+    def a_pattern_matches(self, program: str, tokens: float) -> None:
+        outlook = ProgramOutlook(future_output_tokens=tokens, stage_due_s=tokens)
+        self.engine.manager.expect("a", program, outlook)
 
     @rule(num_steps=st.integers(1, 12))
     def run(self, num_steps: int) -> None:

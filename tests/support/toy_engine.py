@@ -6,6 +6,7 @@ for more than there is fails here. Time is virtual.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from core.slo import OutcomeTracker, RequestTerms
@@ -24,6 +25,7 @@ class Job:
     input_tokens: int
     output_tokens: int
     max_output_tokens: int
+    priority: int = 0
     generated: int = 0
     resident: bool = False
     tracker: OutcomeTracker | None = None
@@ -40,6 +42,8 @@ class ToyEngine:
     base_s: float = 0.01
     decode_s: float = 0.001
     prefill_s: float = 0.0001
+    context_s: float = 0.0
+    padding_s: float = 0.0
     now_s: float = 0.0
     waiting: dict[str, Job] = field(default_factory=dict)
     running: dict[str, Job] = field(default_factory=dict)
@@ -57,6 +61,8 @@ class ToyEngine:
             job.terms,
             input_tokens=job.input_tokens,
             max_output_tokens=job.max_output_tokens,
+            priority=job.priority,
+            known_output_tokens=min(job.output_tokens, job.max_output_tokens),
         )
 
     @property
@@ -82,18 +88,38 @@ class ToyEngine:
         self._relieve_pressure()
         decoding = list(self.running.values())
         context = sum(job.input_tokens + job.generated for job in decoding)
+        longest = max((job.input_tokens + job.generated for job in decoding), default=0)
+        padding = longest * len(decoding) - context
         duration_s = self.base_s + self.decode_s * len(decoding) + self.prefill_s * prefilled
+        duration_s += self.context_s * context + self.padding_s * padding
         self.now_s += duration_s
         self.steps += 1
         if decoding:
-            observed = StepObservation(duration_s, len(decoding), context, prefilled)
+            observed = StepObservation(duration_s, len(decoding), context, prefilled, padding)
             self.manager.observe_step(observed)
         for job in decoding:
             self._decode(job)
         self.check()
         return plan
 
+    def _check_plan(self, plan: FramePlan) -> None:
+        """No plan exceeds slots, tokens or the bound on moves, and each request has one fate."""
+        config = self.manager.config
+        assert 1 <= plan.num_run <= self.max_batch
+        assert sum(plan.tokens.values()) <= plan.num_run * plan.frame_tokens
+        assert all(1 <= tokens <= plan.frame_tokens for tokens in plan.tokens.values())
+        most = max(1, int(self.max_batch * config.max_moves_fraction))
+        assert len(plan.park) + len(plan.preempt) <= most, "churn"
+        endings = [ending.request_id for ending in (*plan.drop, *plan.cancel)]
+        fates = [*plan.run, *plan.park, *plan.preempt, *plan.resume, *endings]
+        assert len(set(fates)) == len(fates), "a request has two fates"
+        assert not set(plan.admit) & (set(fates) - set(plan.preempt))
+        for decision in plan.decisions:
+            for number in (decision.score, decision.in_time_fraction, decision.slack_s):
+                assert number is None or math.isfinite(number)
+
     def _obey(self, plan: FramePlan) -> None:
+        self._check_plan(plan)
         for ending in plan.drop:
             self.end(ending.request_id, RequestState.DROPPED, ending.reason)
         for ending in plan.cancel:

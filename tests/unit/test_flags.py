@@ -18,7 +18,7 @@ from engine.runtime.flags import (
     read_slo_config,
 )
 from engine.runtime.settings import Settings, SloConfig
-from scheduler.frame import SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.policies import POLICIES
 
 if TYPE_CHECKING:

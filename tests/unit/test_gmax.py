@@ -1,396 +1,223 @@
-"""The orders in which the policies put requests."""
+"""What the two gmax policies prefer, on an engine whose every step takes an eighth of a second."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import ABSURD, BEST_EFFORT, NOW_S, STEP_S, Ask, estimates_of, steps
 
-from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo, RequestTerms, Slo
-from scheduler.lengths import OnlineClassLengths
-from scheduler.lifecycle import RequestState
-from scheduler.policies import POLICIES, Policy, PolicyContext
-from scheduler.policies.gmax import Gmax
-from scheduler.policies.orders import EarliestDeadlineFirst, FirstComeFirstServed, ShortestJobFirst
-from scheduler.request import Request
+from core.slo import CompoundSlo, DeadlineSlo, LatencySlo
+from scheduler.lengths import Information
+from scheduler.objective import WholeRequests
+from scheduler.policies import POLICIES
+from scheduler.policies.base import Policy, best_first, finite
+from scheduler.policies.gmax import Gmax, GmaxParts, PaperGmax
+from scheduler.programs import ProgramOutlook, Programs
 from scheduler.step_time import StepTimeModel
+from scheduler.table import RUNNING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-BATCH = 8
-STEP_S = 0.02
-"""What the untaught step-time model says of the batch in `context()`."""
+STREAM = LatencySlo(5.0, 0.25)
+both = pytest.mark.parametrize("make", [Gmax, PaperGmax], ids=["gmax", "gmax-paper"])
 
 
-class KnownLengths:
-    """Every answer is known: so many tokens in all, by request id."""
-
-    def __init__(self, total: dict[str, int] | None = None, default: int = 100) -> None:
-        self._total = total or {}
-        self._default = default
-
-    def remaining_mean(self, request: Request) -> float:
-        total = self._total.get(request.request_id, self._default + request.generated_tokens)
-        return float(max(total - request.generated_tokens, 1))
-
-    remaining_bound = remaining_mean
-
-    def fits_fraction(self, request: Request, tokens: float) -> float:
-        return float(tokens >= self.remaining_mean(request))
-
-    def learn(self, request: Request, *, is_censored: bool) -> None:
-        raise AssertionError("a policy does not learn lengths")
+def scores(policy: Policy, *asks: Ask, **context: object) -> list[float]:
+    """Their scores."""
+    estimates = estimates_of(*asks, information=policy.traits.information, **context)
+    return finite(policy.assess(estimates).scores).tolist()
 
 
-def context(now_s: float = 0.0, lengths: Any = None) -> PolicyContext:
-    """A frame in which eight requests of 500 tokens run, 20 ms a step."""
-    return PolicyContext(
-        now_s=now_s,
-        lengths=lengths or KnownLengths(),
-        step_time=StepTimeModel(),
-        batch_size=BATCH,
-        mean_context_tokens=500,
-    )
+def order(policy: Policy, *asks: Ask, **context: object) -> list[int]:
+    """Their places, best first."""
+    values = np.array(scores(policy, *asks, **context))
+    return best_first(values, np.arange(len(asks)), len(asks)).tolist()
 
 
-def request_of(
-    name: str,
-    slo: Slo,
-    *,
-    serial: int = 0,
-    arrival_s: float = 0.0,
-    input_tokens: int = 100,
-    generated: int = 0,
-    frames_waited: int = 0,
-    running: bool = False,
-) -> Request:
-    """A request in the state that the test needs."""
-    request = Request(
-        name,
-        serial,
-        RequestTerms(arrival_s, slo),
-        input_tokens=input_tokens,
-        max_output_tokens=100_000,
-    )
-    if running or generated:
-        request.move_to(RequestState.RUNNING)
-    request.generated_tokens = generated
-    request.frames_waited = frames_waited
-    return request
-
-
-def order(policy: Policy, requests: Sequence[Request], where: PolicyContext) -> list[str]:
-    """The names, best first; ties as the frame manager resolves them."""
-    scored = zip(policy.scores(requests, where), requests, strict=True)
-    ranked = sorted(scored, key=lambda item: (-item[0], item[1].serial))
-    return [request.request_id for _, request in ranked]
-
-
-def score(request: Request, where: PolicyContext | None = None) -> float:
-    """The score that gmax gives one request."""
-    return Gmax().scores([request], where or context())[0]
-
-
-STREAM = LatencySlo(5.0, 0.2)
-
-
-def test_the_context_of_these_tests_has_the_step_time_they_count_with() -> None:
-    assert context().step_s == pytest.approx(STEP_S)
-
-
-# GMAX: one request against another ----------------------------------------------------------------
-
-
-# With the 20 ms of a step a batch of 8 gives 400 tokens a second, so the 100 tokens of an answer
-# cost 0.25 s of the engine, and a prompt of 100 tokens another 0.01 s.
-
-
-def test_the_score_of_a_stream_in_time_by_hand() -> None:
-    # Due in 5 s: 4.97 s of slack after 0.01 s of prefill and a step.
-    expected = 100 / (1 + 4.97 / 10) / 0.26
-    assert score(request_of("r", STREAM)) == pytest.approx(expected, rel=1e-3)
-
-
-def test_the_score_of_a_late_stream_by_hand() -> None:
-    # Its next token was due at 7 and takes until 8.02; each token wins back 0.18 s.
-    late = request_of("r", STREAM, generated=10)
-    assert score(late, context(8.0)) == pytest.approx((100 - 1.02 / 0.18) / 0.25, rel=1e-3)
+# By hand -----------------------------------------------------------------------------------------
 
 
 def test_the_score_of_a_deadline_by_hand() -> None:
-    # Due in 10 s, 2.01 s of work: 7.99 s of slack; input and output count.
-    expected = 200 / (1 + 7.99 / 10) / 0.26
-    assert score(request_of("r", DeadlineSlo(10))) == pytest.approx(expected, rel=1e-3)
+    # 100 tokens of input and 40 to come, held: 40 steps of 1/8 s are 5 s of the engine.
+    # Due in 15 s, so the slack is 10 s: urgency (1 + 10/10) ** -1/4.
+    ask = Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=RUNNING)
+    assert scores(Gmax(), ask) == pytest.approx([140 / 5 * 2**-0.25])
 
 
-def test_the_scores_without_an_objective_by_hand() -> None:
-    waited = request_of("r", BestEffortSlo(600), frames_waited=3)
-    assert score(waited) == pytest.approx(0.05 * 100 / 0.26 + 3 * 0.002 * 400, rel=1e-3)
-    expired = request_of("r", DeadlineSlo(5))
-    assert score(expired, context(6.0)) == pytest.approx(0.02 * 100 / 0.26, rel=1e-3)
+def test_the_score_of_a_stream_in_time_by_hand() -> None:
+    # Input does not count. The first token is due in 5 s and a step takes 1/8 s.
+    ask = Ask(slo=STREAM, mean=40, state=RUNNING)
+    assert scores(Gmax(), ask) == pytest.approx([40 / 5 * (1 + 4.875 / 10) ** -0.25])
 
 
-def test_a_tight_deadline_comes_before_a_loose_one_of_the_same_size() -> None:
-    tight, loose = (
-        request_of("tight", DeadlineSlo(10), serial=1),
-        request_of("loose", DeadlineSlo(60)),
+def test_the_score_of_best_effort_by_hand() -> None:
+    assert scores(Gmax(), Ask(mean=40, state=RUNNING)) == pytest.approx([0.05 * 40 / 5])
+
+
+def test_the_papers_priority_by_hand() -> None:
+    # Goodput (input and the upper bound of the output) over t_gen.
+    ask = Ask(slo=DeadlineSlo(60), input_tokens=100, bound=80, mean=40, state=RUNNING)
+    assert scores(PaperGmax(), ask) == pytest.approx([(100 + 40) / (80 * STEP_S)])
+
+
+# What is preferred --------------------------------------------------------------------------------
+
+
+@both
+def test_more_value_for_the_same_time_goes_first(make: type[Policy]) -> None:
+    poor, rich = (
+        Ask(slo=DeadlineSlo(60), input_tokens=tokens, state=RUNNING) for tokens in (10, 900)
     )
-    assert order(Gmax(), [loose, tight], context()) == ["tight", "loose"]
+    assert order(make(), poor, rich) == [1, 0]
 
 
-def test_a_program_call_ranks_like_a_deadline_with_the_same_time_left() -> None:
-    call = request_of("call", CompoundSlo(10, "p"))
-    assert score(call) == score(request_of("deadline", DeadlineSlo(10)))
+@both
+def test_what_cannot_make_its_deadline_goes_behind_what_can(make: type[Policy]) -> None:
+    hopeless = Ask(slo=DeadlineSlo(5), input_tokens=5000, mean=100, bound=100, state=RUNNING)
+    possible = Ask(slo=DeadlineSlo(20), input_tokens=100, mean=100, bound=100, state=RUNNING)
+    assert order(make(), hopeless, possible) == [1, 0]
 
 
-def test_a_stream_without_slack_comes_before_one_far_ahead_of_its_timeline() -> None:
-    now_s = 7.1
-    due = request_of("due", STREAM, serial=1, generated=10)  # token 10 was due at 7.0
-    ahead = request_of("ahead", STREAM, generated=100)  # token 100 is due at 25.0
-    assert order(Gmax(), [ahead, due], context(now_s)) == ["due", "ahead"]
+@both
+def test_late_work_is_last_but_not_nothing(make: type[Policy]) -> None:
+    late = Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 10, state=RUNNING)
+    possible = Ask(slo=DeadlineSlo(60), state=RUNNING)
+    assert order(make(), late, possible) == [1, 0]
+    assert scores(make(), late)[0] > 0
 
 
-def test_a_stream_whose_remaining_tokens_are_all_late_is_worth_next_to_nothing() -> None:
-    lost = request_of("lost", LatencySlo(1.0, 0.02), generated=10)
-    assert 0 < score(lost, context(500.0)) < score(request_of("be", BestEffortSlo(600)))
-
-
-def test_a_late_stream_that_can_still_catch_up_keeps_most_of_its_worth() -> None:
-    late = request_of("late", STREAM, generated=10)
-    on_time = score(late, context(6.97))
-    a_second_late = score(late, context(8.0))
-    assert on_time > a_second_late > 0.9 * on_time
-
-
-def test_the_shorter_of_two_equal_deadlines_comes_first_when_input_does_not_matter() -> None:
-    lengths = KnownLengths({"short": 20, "long": 200})
-    short, long = (
-        request_of("short", STREAM, serial=1, input_tokens=1),
-        request_of("long", STREAM, input_tokens=1000),
-    )
-    assert order(Gmax(), [long, short], context(lengths=lengths)) == ["short", "long"]
-
-
-def test_expired_work_comes_last() -> None:
-    now_s = 100.0
-    requests = [
-        request_of("expired", DeadlineSlo(50)),
-        request_of("expired call", CompoundSlo(-1, "p"), serial=1, arrival_s=99),
-        request_of("best effort", BestEffortSlo(600), serial=2, arrival_s=99),
-        request_of("stream", STREAM, serial=3, arrival_s=99),
-        request_of("deadline", DeadlineSlo(20), serial=4, arrival_s=99),
-    ]
-    ranked = order(Gmax(), requests, context(now_s))
-    assert ranked[-2:] == ["expired", "expired call"]
-    assert ranked[-3] == "best effort"
-    assert all(value > 0 for value in Gmax().scores(requests, context(now_s)))
-
-
-def test_a_best_effort_request_past_its_default_deadline_loses_nothing() -> None:
-    request = request_of("be", BestEffortSlo(10))
-    assert score(request, context(5.0)) == score(request, context(5000.0))
-
-
-def test_a_deadline_that_cannot_be_made_is_demoted_but_not_to_nothing() -> None:
-    infeasible = request_of("infeasible", DeadlineSlo(1.0))  # 100 tokens take 2 s
-    feasible = request_of("feasible", DeadlineSlo(3.0))
-    assert 0 < score(infeasible) < score(request_of("be", BestEffortSlo(600))) < score(feasible)
+def test_of_equals_the_more_urgent_goes_first() -> None:
+    loose, tight = (Ask(slo=DeadlineSlo(due_s), state=RUNNING) for due_s in (100, 15))
+    assert order(Gmax(), loose, tight) == [1, 0]
+    assert len(set(scores(Gmax(GmaxParts(has_jit=False)), loose, tight))) == 1
 
 
 def test_a_deadline_counts_with_the_chance_that_its_answer_fits() -> None:
-    def worth(*finished: int) -> float:
-        lengths = OnlineClassLengths()
-        for length in finished:
-            seen = request_of("seen", DeadlineSlo(1), generated=length)
-            lengths.learn(seen, is_censored=False)
-        return score(request_of("r", DeadlineSlo(6)), context(lengths=lengths))
-
-    # The same mean; 6 s hold 300 steps, so both answers or one of the two.
-    assert worth(50, 500) == pytest.approx(worth(274, 276) / 2)
+    # Lengths of 10, 20, … 320; 160 steps fit into 20 s: half of them.
+    sure = Ask(slo=DeadlineSlo(400), points=steps(10), state=RUNNING)
+    half = Ask(slo=DeadlineSlo(20), points=steps(10), state=RUNNING)
+    parts = GmaxParts(has_jit=False)
+    full, chance = scores(Gmax(parts), sure, half)
+    assert chance == pytest.approx(full / 2)
 
 
-def test_prefill_that_must_be_done_again_makes_a_request_worth_less() -> None:
-    running = request_of("running", DeadlineSlo(30), input_tokens=4000, generated=50)
-    preempted = request_of("preempted", DeadlineSlo(30), input_tokens=4000, generated=50)
-    preempted.move_to(RequestState.PREEMPTED)
-    assert score(running) > score(preempted) > 0
+def test_a_stream_is_worth_the_tokens_that_can_still_be_in_time() -> None:
+    # 10 s late; each step of 1/8 s wins back 1/8 s of a TBT of 1/4 s: 81 tokens until then.
+    late = Ask(slo=LatencySlo(1.0, 0.25), arrival_s=NOW_S - 11, mean=100, state=RUNNING)
+    now = Ask(slo=LatencySlo(0.125, 0.25), mean=100, state=RUNNING)
+    behind, even = scores(Gmax(), late, now)
+    assert behind == pytest.approx(even * 19 / 100)
 
 
-def test_best_effort_rises_with_every_frame_it_waits_until_it_passes_a_stream() -> None:
-    waits = [0, 1, 10, 100, 1000]
-    scores = [score(request_of("be", BestEffortSlo(600), frames_waited=frames)) for frames in waits]
-    assert scores == sorted(set(scores))
-    stream = score(request_of("stream", STREAM))
-    assert scores[0] < stream < scores[-1]
+@both
+def test_a_stream_that_can_never_catch_up_goes_last(make: type[Policy]) -> None:
+    never = Ask(slo=LatencySlo(1.0, 0.01), arrival_s=NOW_S - 60, state=RUNNING)
+    even = Ask(slo=STREAM, state=RUNNING)
+    assert order(make(), never, even) == [1, 0]
 
 
-def test_expired_work_rises_too_so_that_it_does_not_starve() -> None:
-    now = context(100.0)
-    fresh = score(request_of("fresh", DeadlineSlo(5)), now)
-    waited = score(request_of("waited", DeadlineSlo(5), frames_waited=1000), now)
-    assert waited > score(request_of("be", BestEffortSlo(600)), now) > fresh
+def test_kv_that_must_be_built_again_makes_a_request_dearer() -> None:
+    model = StepTimeModel.known(STEP_S, prefill_s=0.01)
+    held, lost = (Ask(slo=DeadlineSlo(60), state=state) for state in (RUNNING, 0))
+    assert order(Gmax(), lost, held, step_time=model) == [1, 0]
 
 
-# GMAX: the group ----------------------------------------------------------------------------------
+@both
+def test_best_effort_rises_with_every_frame_until_it_passes_a_stream(make: type[Policy]) -> None:
+    stream = Ask(slo=LatencySlo(0.125, 0.25), state=RUNNING)
+    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=RUNNING) for waited in (0, 600))
+    assert order(make(), fresh, stream) == [1, 0]
+    assert order(make(), old, stream) == [0, 1]
 
 
-def scored(*items: tuple[str, float, int]) -> list[tuple[float, Request]]:
-    """Requests by name, score and input length, best first."""
-    ranked = [
-        (value, request_of(name, BestEffortSlo(600), serial=serial, input_tokens=length))
-        for serial, (name, value, length) in enumerate(items)
-    ]
-    return sorted(ranked, key=lambda item: (-item[0], item[1].serial))
-
-
-def chosen(ranked: list[tuple[float, Request]], slots: int) -> list[str]:
-    """Names of the group that gmax takes."""
-    return [request.request_id for _, request in Gmax().choose(ranked, slots)]
-
-
-def test_when_all_fit_all_are_taken_in_their_order() -> None:
-    ranked = scored(("a", 3, 10), ("b", 2, 9000), ("c", 1, 10))
-    assert chosen(ranked, 3) == chosen(ranked, 99) == ["a", "b", "c"]
-    assert chosen(ranked, 0) == []
-
-
-def test_among_near_equals_the_group_is_of_like_length() -> None:
-    ranked = scored(("long", 10, 1000), ("a", 10, 100), ("b", 9.9, 110))
-    assert chosen(ranked, 2) == ["a", "b"]
-
-
-def test_below_the_cutoff_no_likeness_helps() -> None:
-    # Its score is 0.94 of the second best: 0.95 is needed.
-    ranked = scored(("long", 10, 1000), ("a", 10, 100), ("b", 9.4, 110))
-    assert chosen(ranked, 2) == ["long", "a"]
-
-
-def test_of_two_groups_of_like_length_the_one_of_more_score_is_taken() -> None:
-    ranked = scored(("a", 10, 10), ("b", 9.6, 12), ("c", 9.9, 1000), ("d", 9.95, 1010))
-    assert chosen(ranked, 2) == ["d", "c"]
-
-
-def test_the_group_is_given_best_first_and_ties_in_order_of_arrival() -> None:
-    ranked = scored(("a", 10, 30), ("b", 10, 20), ("c", 10.1, 10), ("d", 9.9, 5000))
-    assert chosen(ranked, 3) == ["c", "a", "b"]
-
-
-@given(
-    items=st.lists(st.tuples(st.floats(0, 1e12), st.integers(1, 10**5)), max_size=12),
-    slots=st.integers(0, 12),
-)
-def test_the_group_has_as_many_as_fit_and_nobody_twice(
-    items: list[tuple[float, int]], slots: int
-) -> None:
-    ranked = scored(*((f"r{i}", value, length) for i, (value, length) in enumerate(items)))
-    group = chosen(ranked, slots)
-    assert len(group) == min(slots, len(items))
-    assert len(set(group)) == len(group)
-
-
-# The baselines ------------------------------------------------------------------------------------
-
-
-def test_fcfs_is_the_order_of_arrival_whatever_is_due() -> None:
-    requests = [
-        request_of("third", DeadlineSlo(1), serial=3),
-        request_of("first", BestEffortSlo(600), serial=1),
-        request_of("second", STREAM, serial=2),
-    ]
-    assert order(FirstComeFirstServed(), requests, context()) == ["first", "second", "third"]
-
-
-def test_edf_is_the_order_of_what_is_due_next_a_token_or_an_answer() -> None:
-    requests = [
-        request_of("best effort", BestEffortSlo(600), serial=0),
-        request_of("stream", STREAM, serial=1, generated=20),  # token 20 is due at 9
-        request_of("call", CompoundSlo(12, "p"), serial=2),
-        request_of("deadline", DeadlineSlo(8), serial=3),
-    ]
-    ranked = order(EarliestDeadlineFirst(), requests, context(5.0))
-    assert ranked == ["deadline", "stream", "call", "best effort"]
-
-
-def test_sjf_is_the_order_of_what_is_expected_to_remain() -> None:
-    lengths = KnownLengths({"long": 300, "nearly done": 301, "short": 50})
-    requests = [
-        request_of("long", STREAM, serial=0),
-        request_of("nearly done", DeadlineSlo(60), serial=1, generated=300),
-        request_of("short", DeadlineSlo(1), serial=2),
-    ]
-    ranked = order(ShortestJobFirst(), requests, context(lengths=lengths))
-    assert ranked == ["nearly done", "short", "long"]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_ties_keep_the_order_of_arrival(name: str) -> None:
-    requests = [request_of(f"r{serial}", DeadlineSlo(9), serial=serial) for serial in (2, 0, 1)]
-    assert order(POLICIES[name](), requests, context()) == ["r0", "r1", "r2"]
-
-
-def test_only_fcfs_and_sjf_leave_everybody_where_he_runs() -> None:
-    displacing = {name for name, make in POLICIES.items() if make().may_displace}
-    assert displacing == {"gmax", "edf"}
-
-
-# Whatever comes -----------------------------------------------------------------------------------
-
-times = st.floats(5e-324, 3.2e7) | st.sampled_from([5e-324, 1e-300, 1.0, 3.2e7])
-slos = st.one_of(
-    st.builds(LatencySlo, times, times),
-    st.builds(DeadlineSlo, times),
-    st.builds(lambda left_s: CompoundSlo(left_s, "p"), st.floats(-3.2e7, 3.2e7)),
-    st.builds(BestEffortSlo, times),
-)
-counts = st.integers(0, 100) | st.integers(0, 2**62)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@given(
-    slo=slos,
-    arrival_s=st.floats(-1e9, 1e9),
-    now_s=st.floats(-1e9, 1e9),
-    input_tokens=counts,
-    generated=counts,
-    max_output_tokens=counts,
-    frames_waited=counts,
-    state=st.sampled_from([None, RequestState.RUNNING, RequestState.PREEMPTED]),
-    batch_size=st.integers(1, 10**6),
-    mean_context_tokens=st.floats(0, 1e12),
-)
-def test_scores_are_finite_for_absurd_requests(
-    name: str,
-    slo: Slo,
-    arrival_s: float,
-    now_s: float,
-    input_tokens: int,
-    generated: int,
-    max_output_tokens: int,
-    frames_waited: int,
-    state: RequestState | None,
-    batch_size: int,
-    mean_context_tokens: float,
-) -> None:
-    request = Request(
-        "r",
-        0,
-        RequestTerms(arrival_s, slo),
-        input_tokens=input_tokens,
-        max_output_tokens=max_output_tokens,
+def test_under_another_objective_the_weights_keep_their_meaning() -> None:
+    asks = (
+        Ask(slo=BEST_EFFORT, mean=100, state=RUNNING),
+        Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 9, mean=100, state=RUNNING),
+        Ask(slo=STREAM, mean=100, state=RUNNING),
+        Ask(slo=DeadlineSlo(30), mean=50, state=RUNNING),
     )
-    if state is not None:
-        request.move_to(RequestState.RUNNING)
-    if state is RequestState.PREEMPTED:
-        request.move_to(state)
-    request.generated_tokens = generated
-    request.frames_waited = frames_waited
-    where = PolicyContext(
-        now_s, OnlineClassLengths(), StepTimeModel(), batch_size, mean_context_tokens
+    assert order(Gmax(), *asks, objective=WholeRequests()) == [3, 2, 0, 1]
+
+
+# Programs -----------------------------------------------------------------------------------------
+
+
+def program(*stages: tuple[float, float], is_final: bool = True) -> Programs:
+    """One program, with calls of so many input and output tokens behind it."""
+    programs = Programs()
+    for input_tokens, output_tokens in stages:
+        index = programs.join("", "p", is_final=False)
+        programs.leave(index, input_tokens=input_tokens, output_tokens=output_tokens)
+    programs.join("", "p", is_final=is_final)
+    return programs
+
+
+def call(**changes: object) -> Ask:
+    fields = {"slo": CompoundSlo(60, "p"), "program": 0, "state": RUNNING}
+    return Ask(**fields | changes)
+
+
+@both
+def test_what_a_program_has_got_already_counts(make: type[Policy]) -> None:
+    begun, fresh = program((500, 500)), program()
+    assert scores(make(), call(), programs=begun)[0] > scores(make(), call(), programs=fresh)[0]
+
+
+def test_all_live_calls_of_a_program_have_one_score() -> None:
+    calls = call(mean=10), call(mean=200), call(input_tokens=3000)
+    assert len({round(score, 9) for score in scores(Gmax(), *calls, programs=program())}) == 1
+
+
+def test_a_program_is_as_likely_as_its_unlikeliest_call() -> None:
+    short, long = call(points=steps(1)), call(points=steps(30))  # 480 steps fit into 60 s
+    alone = Gmax().assess(estimates_of(short, programs=program())).in_time_fraction
+    pair = Gmax().assess(estimates_of(short, long, programs=program())).in_time_fraction
+    assert alone is not None
+    assert pair is not None
+    assert alone.tolist() == [1.0]
+    assert pair.tolist() == [0.5, 0.5]
+
+
+def test_what_a_pattern_match_expects_makes_the_rest_dearer() -> None:
+    expected = program()
+    expected.expect("", "p", ProgramOutlook(future_output_tokens=5000.0))
+    assert (
+        scores(Gmax(), call(), programs=expected)[0] < scores(Gmax(), call(), programs=program())[0]
     )
-    values = POLICIES[name]().scores([request], where)
-    assert len(values) == 1
-    assert math.isfinite(values[0])
+
+
+# Which parts are on -------------------------------------------------------------------------------
+
+
+def test_the_oracle_goes_by_the_true_length_where_it_is_known() -> None:
+    # Forecasts say that both are alike; the second is really short.
+    asks = (
+        Ask(slo=DeadlineSlo(60), known=400, state=RUNNING),
+        Ask(slo=DeadlineSlo(60), known=10, state=RUNNING),
+    )
+    assert order(Gmax(information=Information.KNOWN), *asks) == [1, 0]
+    assert order(Gmax(), *asks) == [0, 1]
+
+
+def test_without_the_analyzer_all_answers_are_of_average_length() -> None:
+    asks = Ask(slo=DeadlineSlo(60), mean=10), Ask(slo=DeadlineSlo(60), mean=400)
+    plain = Gmax(information=Information.AVERAGE)
+    assert len(set(scores(plain, *asks))) == 1
+
+
+def test_without_gmax_the_shortest_job_goes_first() -> None:
+    asks = (
+        Ask(slo=DeadlineSlo(60), mean=50, input_tokens=5000),
+        Ask(slo=DeadlineSlo(60), mean=20, input_tokens=1),
+    )
+    assert order(Gmax(GmaxParts(has_gmax=False)), *asks) == [1, 0]
+    assert order(Gmax(), *asks) == [0, 1]
+
+
+@given(asks=st.lists(ABSURD.asks(), min_size=1, max_size=6), name=st.sampled_from(list(POLICIES)))
+def test_scores_are_finite_numbers_for_absurd_requests(asks: list[Ask], name: str) -> None:
+    policy = POLICIES[name]()
+    assessment = policy.assess(estimates_of(*asks))
+    assert np.isfinite(assessment.scores).all()
+    assert np.isfinite(assessment.values).all()

@@ -1,177 +1,362 @@
-"""How long an answer will be, from the answers of its class that have finished."""
+"""How long an answer will be: equal-mass points, what is learnt, and what is left of them."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import ABSURD, Ask, floats, request_of, rows_of, steps, table_of
 
-from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo, RequestTerms, Slo
-from scheduler.lengths import OnlineClassLengths
+from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo, Slo
+from scheduler.lengths import (
+    Information,
+    OnlineClassLengths,
+    Remaining,
+    equal_mass_points,
+    refresh,
+)
 from scheduler.request import Request
+from scheduler.table import NUM_POINTS, Points
 
 DEADLINE = DeadlineSlo(60.0)
+lengths_of_answers = st.lists(st.floats(0, 1e6), min_size=1, max_size=80)
 
 
-def request_of(
-    slo: Slo = DEADLINE, *, generated: int = 0, max_output_tokens: int = 10_000
-) -> Request:
-    """A request in the middle of its answer."""
-    request = Request(
-        "r",
-        0,
-        RequestTerms(0.0, slo),
-        input_tokens=10,
-        max_output_tokens=max_output_tokens,
-    )
-    request.generated_tokens = generated
-    return request
+def ended(tokens: int, slo: Slo = DEADLINE, *, max_output_tokens: int = 10_000) -> Request:
+    """A request that ended after so many tokens."""
+    ask = Ask(slo=slo, generated=tokens, max_output_tokens=max_output_tokens)
+    return table_of(ask).requests[0]
 
 
 def taught(*lengths: int, slo: Slo = DEADLINE, window: int = 512) -> OnlineClassLengths:
     """Estimates after answers of these lengths have finished."""
     estimates = OnlineClassLengths(window=window)
     for length in lengths:
-        estimates.learn(request_of(slo, generated=length), is_censored=False)
+        estimates.learn(ended(length, slo), is_censored=False)
     return estimates
 
 
-# Before anything is known -------------------------------------------------------------------------
+def remaining(*, points: Points | tuple[float, ...], quantile: float = 0.9, **ask: Any) -> Any:
+    """Mean and bound of what is left of an answer with these points."""
+    table = table_of(Ask(points=tuple(map(float, points)), **ask), quantile=quantile)
+    return float(table.mean_tokens[0]), float(table.bound_tokens[0])
+
+
+# Equal-mass points --------------------------------------------------------------------------------
+
+
+def test_one_length_is_a_certainty() -> None:
+    assert equal_mass_points([7.0]).tolist() == [7.0] * NUM_POINTS
+
+
+def test_two_lengths_make_points_that_ascend_between_them_around_their_mean() -> None:
+    points = equal_mass_points([10.0, 30.0])
+    assert points.min() >= 10
+    assert points.max() <= 30
+    assert points.mean() == pytest.approx(20)
+
+
+def test_a_forecast_of_exactly_that_many_points_is_taken_as_it_is() -> None:
+    forecast = [float(10 * (place + 1)) for place in range(NUM_POINTS - 1)] + [5000.0]
+    assert equal_mass_points(forecast) == pytest.approx(forecast)
+
+
+def test_a_skewed_sample_keeps_its_mean() -> None:
+    assert equal_mass_points([10.0, 20.0, 30.0, 100.0]).mean() == pytest.approx(40, rel=0.02)
+
+
+def test_a_large_sample_keeps_its_quantiles() -> None:
+    points = equal_mass_points([float(length) for length in range(3200)])
+    # Point i stands for the lengths from 100 i to 100 i + 99.
+    expected = [100 * place + 49.5 for place in range(NUM_POINTS)]
+    assert points == pytest.approx(expected, abs=1.0)
+
+
+def test_the_order_of_a_sample_makes_no_difference() -> None:
+    assert (
+        equal_mass_points([3.0, 1.0, 2.0]).tolist() == equal_mass_points([1.0, 2.0, 3.0]).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [math.nan], [1.0, math.nan], [math.inf], [1.0, -math.inf], [-1.0, 5.0], [[1.0, 2.0]]],
+)
+def test_what_is_no_forecast_is_refused(lengths: Any) -> None:
+    with pytest.raises(ValueError, match="finite lengths of 0 or more"):
+        equal_mass_points(lengths)
+
+
+@given(lengths=st.lists(st.floats(0, 1e308), min_size=1, max_size=80))
+def test_points_ascend_and_stay_finite_and_within_the_sample(lengths: list[float]) -> None:
+    points = equal_mass_points(lengths)
+    assert points.shape == (NUM_POINTS,)
+    assert np.isfinite(points).all()
+    assert (np.diff(points) >= 0).all()
+    assert points[0] >= np.float32(min(*lengths, 1e9))
+    assert points[-1] <= np.float32(min(max(lengths), 1e9))
+
+
+# What is learnt -----------------------------------------------------------------------------------
 
 
 def test_before_any_answer_lengths_are_uniform_up_to_512() -> None:
-    estimates = OnlineClassLengths()
-    assert estimates.remaining_mean(request_of()) == pytest.approx(256.5)
-    assert estimates.fits_fraction(request_of(), 256.5) == pytest.approx(0.5)
-    assert 440 < estimates.remaining_bound(request_of()) < 475
+    points = OnlineClassLengths().points("deadline")
+    # Equal masses of a uniform law have their middles at odd 64ths of it.
+    expected = [512 * (2 * place + 1) / 64 for place in range(NUM_POINTS)]
+    assert points == pytest.approx(expected, abs=1.5)
+    assert OnlineClassLengths().average_tokens == pytest.approx(256, abs=1)
 
 
-def test_max_tokens_caps_every_estimate() -> None:
-    estimates = OnlineClassLengths()
-    short = request_of(max_output_tokens=20)
-    assert estimates.remaining_mean(short) <= 20
-    assert estimates.remaining_bound(short) == 20
-    assert estimates.fits_fraction(short, 20) == 1.0
-
-
-def test_an_answer_longer_than_all_seen_goes_on_for_half_its_length() -> None:
-    estimates = OnlineClassLengths()
-    assert estimates.remaining_mean(request_of(generated=1000)) == 500
-    assert estimates.remaining_mean(request_of(generated=9900)) == 100
-    assert estimates.remaining_bound(request_of(generated=1000)) == 9000
-    assert estimates.fits_fraction(request_of(generated=1000), 50) == 0.5
-
-
-# From finished answers ----------------------------------------------------------------------------
-
-
-def test_the_mean_and_the_bound_are_those_of_the_finished_answers() -> None:
-    estimates = taught(*range(10, 110, 10))
-    assert estimates.remaining_mean(request_of()) == 55
-    assert estimates.remaining_bound(request_of()) == 100
-
-
-def test_another_quantile_gives_another_bound() -> None:
-    estimates = OnlineClassLengths(quantile=0.5)
-    for length in range(10, 110, 10):
-        estimates.learn(request_of(generated=length), is_censored=False)
-    assert estimates.remaining_bound(request_of()) == 60
-
-
-def test_what_has_been_generated_rules_out_shorter_answers() -> None:
-    estimates = taught(10, 20, 30, 100)
-    # Only 30 and 100 are longer than 25: 5 and 75 tokens to come.
-    request = request_of(generated=25)
-    assert estimates.remaining_mean(request) == 40
-    assert estimates.remaining_bound(request) == 75
-    assert estimates.fits_fraction(request, 5) == 0.5
-    assert estimates.fits_fraction(request, 4) == 0.0
-    assert estimates.fits_fraction(request, 75) == 1.0
-
-
-def test_an_answer_as_long_as_a_finished_one_is_not_expected_to_end_like_it() -> None:
-    estimates = taught(10, 30)
-    assert estimates.remaining_mean(request_of(generated=10)) == 20
-
-
-def test_lengths_above_max_tokens_count_as_max_tokens() -> None:
-    assert taught(10, 1000).remaining_mean(request_of(max_output_tokens=50)) == 30
+def test_finished_answers_replace_what_was_assumed() -> None:
+    assert taught(40, 40, 40).points("deadline").tolist() == [40.0] * NUM_POINTS
 
 
 def test_classes_learn_apart() -> None:
-    estimates = taught(10, 10, 10)
-    estimates.learn(request_of(LatencySlo(1, 1), generated=400), is_censored=False)
-    assert estimates.remaining_mean(request_of(DEADLINE)) == 10
-    assert estimates.remaining_mean(request_of(LatencySlo(1, 1))) == 400
-    assert estimates.remaining_mean(request_of(BestEffortSlo(1))) == pytest.approx(256.5)
+    estimates = taught(10, 10)
+    estimates.learn(ended(400, LatencySlo(1, 1)), is_censored=False)
+    assert estimates.points("deadline").mean() == 10
+    assert estimates.points("latency").mean() == 400
+    assert estimates.points("best_effort").max() > 500
+    assert estimates.average_tokens == 140
 
 
-def test_only_the_last_answers_count() -> None:
-    assert taught(1000, 1000, 10, 20, window=2).remaining_mean(request_of()) == 15
-
-
-def test_a_new_answer_counts_at_once() -> None:
-    estimates = taught(10)
-    assert estimates.remaining_mean(request_of()) == 10
-    estimates.learn(request_of(generated=30), is_censored=False)
-    assert estimates.remaining_mean(request_of()) == 20
+def test_only_the_answers_of_the_window_count() -> None:
+    estimates = taught(1000, 1000, 20, 20, window=2)
+    assert estimates.points("deadline").mean() == 20
+    assert estimates.average_tokens == 20
 
 
 def test_an_answer_cut_off_early_teaches_nothing() -> None:
     estimates = taught(10)
-    estimates.learn(request_of(generated=500), is_censored=True)
-    assert estimates.remaining_mean(request_of()) == 10
+    version = estimates.version
+    estimates.learn(ended(500), is_censored=True)
+    assert estimates.points("deadline").mean() == 10
+    assert estimates.average_tokens == 10
+    assert estimates.version == version
 
 
 def test_an_answer_cut_off_at_max_tokens_counts_in_full() -> None:
+    estimates = OnlineClassLengths()
+    estimates.learn(ended(50, max_output_tokens=50), is_censored=True)
+    assert estimates.points("deadline").mean() == 50
+
+
+def test_the_first_answers_count_at_once() -> None:
     estimates = taught(10)
-    full = request_of(generated=50, max_output_tokens=50)
-    estimates.learn(full, is_censored=True)
-    assert estimates.remaining_mean(request_of()) == 30
+    assert estimates.points("deadline").mean() == 10
+    estimates.learn(ended(30), is_censored=False)
+    assert estimates.points("deadline").mean() == pytest.approx(20)
+
+
+def test_later_answers_count_once_they_are_an_eighth_of_what_is_known() -> None:
+    estimates = taught(*[10] * 400)
+    version = estimates.version
+    for _ in range(100):
+        estimates.learn(ended(1000), is_censored=False)
+    assert 1 <= estimates.version - version <= 4
+    assert estimates.points("deadline").max() == 1000
+
+
+@given(
+    answers=st.lists(
+        st.tuples(
+            st.integers(0, 900), st.sampled_from([DEADLINE, LatencySlo(1, 1)]), st.booleans()
+        ),
+        max_size=40,
+    )
+)
+def test_the_version_rises_whenever_the_points_change(
+    answers: list[tuple[int, Slo, bool]],
+) -> None:
+    estimates = OnlineClassLengths(window=8)
+    for tokens, slo, is_censored in answers:
+        before = {name: estimates.points(name).tolist() for name in ("deadline", "latency")}
+        version = estimates.version
+        estimates.learn(ended(tokens, slo), is_censored=is_censored)
+        if any(estimates.points(name).tolist() != points for name, points in before.items()):
+            assert estimates.version > version
+        assert estimates.version >= version
+
+
+# Mean and bound of what is left -------------------------------------------------------------------
+
+
+def test_the_mean_is_that_of_the_points() -> None:
+    assert remaining(points=steps(10))[0] == 165
+
+
+@pytest.mark.parametrize(("quantile", "bound"), [(0.5, 160), (0.9, 290), (0.98, 320)])
+def test_the_bound_is_the_point_at_the_quantile(quantile: float, bound: float) -> None:
+    found = remaining(points=steps(10), quantile=quantile)[1]
+    assert found == pytest.approx(bound, abs=10)
+
+
+def test_a_higher_quantile_never_gives_a_lower_bound() -> None:
+    bounds = [remaining(points=steps(10), quantile=part / 20)[1] for part in range(1, 20)]
+    assert bounds == sorted(bounds)
+
+
+def test_what_has_been_generated_rules_out_shorter_answers() -> None:
+    # Half of the points, 170 to 320, are beyond 165: 5 to 155 tokens to come, 80 on average.
+    mean, bound = remaining(points=steps(10), generated=165)
+    assert mean == 80
+    assert 125 <= bound <= 155
+
+
+def test_an_answer_as_long_as_a_point_is_not_expected_to_end_like_it() -> None:
+    points = (10.0,) * 16 + (30.0,) * 16
+    assert remaining(points=points, generated=10)[0] == 20
+
+
+def test_lengths_above_max_tokens_count_as_max_tokens() -> None:
+    points = (10.0,) * 16 + (1000.0,) * 16
+    assert remaining(points=points, max_output_tokens=50) == (30, 50)
+
+
+def test_an_answer_that_outlived_its_forecast_goes_on_for_half_its_length() -> None:
+    assert remaining(points=(10.0,) * NUM_POINTS, generated=1000, max_output_tokens=9000) == (
+        500,
+        8000,
+    )
+
+
+def test_an_answer_that_outlived_its_forecast_still_ends_at_max_tokens() -> None:
+    assert remaining(points=(10.0,) * NUM_POINTS, generated=1000, max_output_tokens=1100) == (
+        100,
+        100,
+    )
+
+
+def test_refreshed_rows_are_no_longer_stale_and_others_are_left_alone() -> None:
+    table = table_of(Ask(mean=5), Ask(mean=5))
+    table.points[:2] = 40.0
+    table.is_stale[:2] = True
+    refresh(table, np.array([1]), 0.9)
+    assert table.is_stale[:2].tolist() == [True, False]
+    assert table.mean_tokens[:2].tolist() == [5, 40]
+
+
+def test_nothing_to_refresh_is_no_work() -> None:
+    refresh(table_of(), np.array([], dtype=np.int64), 0.9)
+
+
+@given(
+    points=lengths_of_answers,
+    generated=st.integers(0, 1 << 40) | st.integers(0, 1000),
+    max_output_tokens=ABSURD.tokens,
+    quantile=st.floats(0.001, 0.999),
+)
+def test_mean_and_bound_stay_between_one_token_and_what_max_tokens_leaves(
+    points: list[float], generated: int, max_output_tokens: int, quantile: float
+) -> None:
+    limit = min(max(max_output_tokens, 0), 1 << 40)
+    most = max(limit - generated, 1)
+    for found in remaining(
+        points=equal_mass_points(points),
+        generated=generated,
+        max_output_tokens=max_output_tokens,
+        quantile=quantile,
+    ):
+        assert 1 <= found <= most
+
+
+# What fits ----------------------------------------------------------------------------------------
+
+
+def fits(ask: Ask, *tokens: float, information: Information = Information.FORECAST) -> Any:
+    """The chance that it fits, for each number of tokens."""
+    rows = rows_of(*[ask] * len(tokens))
+    found = Remaining(rows, information, 100.0).fits_fraction(
+        floats(*tokens), np.arange(len(tokens))
+    )
+    return found.tolist()
+
+
+def test_the_share_of_points_within_the_tokens_fits() -> None:
+    ask = Ask(points=steps(10))
+    assert fits(ask, 9, 10, 160, 165, 319, 320) == [0, 1 / 32, 0.5, 0.5, 31 / 32, 1]
+
+
+def test_only_points_beyond_what_has_been_generated_count() -> None:
+    # 170 to 320 are left, sixteen points; within 40 tokens of 165 lie 170 to 200, four of them.
+    assert fits(Ask(points=steps(10), generated=165), 4, 40, 155) == [0, 0.25, 1]
 
 
 def test_less_than_a_token_never_fits() -> None:
-    estimates = taught(10)
-    assert estimates.fits_fraction(request_of(), 0.5) == 0.0
-    assert estimates.fits_fraction(request_of(), -math.inf) == 0.0
-    assert estimates.fits_fraction(request_of(), math.inf) == 1.0
+    ask = Ask(points=(1.0,) * NUM_POINTS)
+    assert fits(ask, 0.99, 0, -5, -math.inf) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("quantile", [0, 1, -0.1, 1.1, math.nan])
-def test_a_quantile_outside_zero_to_one_is_refused(quantile: float) -> None:
-    with pytest.raises(ValueError, match="quantile must be between 0 and 1"):
-        OnlineClassLengths(quantile)
+def test_what_max_tokens_leaves_always_fits() -> None:
+    ask = Ask(points=(5000.0,) * NUM_POINTS, generated=100, max_output_tokens=120)
+    assert fits(ask, 19, 20, math.inf) == [0, 1, 1]
+
+
+def test_the_chance_of_an_outlived_answer_rises_with_the_tokens() -> None:
+    ask = Ask(points=(10.0,) * NUM_POINTS, generated=200, max_output_tokens=100_000)
+    few, more, many = fits(ask, 10, 100, 10_000)
+    assert 0 < few < more < many <= 1
+    # Half as long again is expected.
+    assert 0.3 < more < 0.8
+
+
+def test_the_rows_asked_for_are_the_rows_answered() -> None:
+    rows = rows_of(Ask(points=(10.0,) * NUM_POINTS), Ask(points=(90.0,) * NUM_POINTS))
+    left = Remaining(rows, Information.FORECAST, 100.0)
+    assert left.fits_fraction(floats(50, 50), np.array([1, 0])).tolist() == [0, 1]
+
+
+def test_a_known_length_is_certain_where_it_is_known() -> None:
+    known, unknown = Ask(points=steps(10), known=50, generated=20), Ask(points=steps(10))
+    left = Remaining(rows_of(known, unknown), Information.KNOWN, 100.0)
+    assert left.mean_tokens.tolist() == [30, 165]
+    assert left.bound_tokens[0] == 30
+    assert fits(known, 29, 30, information=Information.KNOWN) == [0, 1]
+    assert fits(unknown, 160, information=Information.KNOWN) == [0.5]
+
+
+def test_a_known_length_counts_for_nothing_without_an_oracle() -> None:
+    left = Remaining(rows_of(Ask(points=steps(10), known=50)), Information.FORECAST, 100.0)
+    assert left.mean_tokens.tolist() == [165]
+
+
+def test_a_known_length_beyond_max_tokens_ends_there() -> None:
+    ask = Ask(points=steps(10), known=500, max_output_tokens=60)
+    assert Remaining(rows_of(ask), Information.KNOWN, 100.0).mean_tokens.tolist() == [60]
+
+
+def test_without_an_analyzer_everybody_gets_the_average() -> None:
+    short, long = Ask(points=steps(1), known=3), Ask(points=steps(10), generated=40)
+    left = Remaining(rows_of(short, long), Information.AVERAGE, 100.0)
+    assert left.mean_tokens.tolist() == left.bound_tokens.tolist() == [100, 60]
+    assert fits(short, 99, 100, information=Information.AVERAGE) == [0, 1]
+
+
+def test_longer_than_the_average_means_one_more_token() -> None:
+    ask = Ask(points=steps(10), generated=140)
+    assert Remaining(rows_of(ask), Information.AVERAGE, 100.0).mean_tokens.tolist() == [1]
 
 
 @given(
-    seen=st.lists(st.integers(0, 5000), max_size=20),
-    generated=st.integers(0, 6000),
-    max_output_tokens=st.integers(0, 1 << 30),
-    tokens=st.floats(allow_nan=False),
+    ask=ABSURD.asks(),
+    tokens=st.lists(st.floats(-1e12, 1e12) | st.floats(0, 1000), min_size=1, max_size=8),
+    information=st.sampled_from(Information),
 )
-def test_estimates_stay_between_one_token_and_what_max_tokens_leaves(
-    seen: list[int], generated: int, max_output_tokens: int, tokens: float
+def test_the_chance_is_a_probability_that_rises_with_the_tokens(
+    ask: Ask, tokens: list[float], information: Information
 ) -> None:
-    estimates = taught(*seen)
-    request = request_of(generated=generated, max_output_tokens=max_output_tokens)
-    most = max(max_output_tokens - generated, 1)
-    assert 1 <= estimates.remaining_mean(request) <= most
-    assert 1 <= estimates.remaining_bound(request) <= most
-    assert 0 <= estimates.fits_fraction(request, tokens) <= 1
+    found = fits(ask, *sorted(tokens), information=information)
+    assert found == sorted(found)
+    assert found[0] >= 0
+    assert found[-1] <= 1
+    room = max(request_of(ask).max_output_tokens - ask.generated, 1)
+    assert fits(ask, 0.999, room, information=information) == [0, 1]
 
 
-@given(
-    seen=st.lists(st.integers(1, 500), min_size=1, max_size=20),
-    generated=st.integers(0, 600),
-    fewer=st.integers(0, 600),
-    more=st.integers(0, 600),
-)
-def test_more_tokens_never_fit_less_likely(
-    seen: list[int], generated: int, fewer: int, more: int
-) -> None:
-    estimates = taught(*seen)
-    request = request_of(generated=generated, max_output_tokens=700)
-    fractions = [estimates.fits_fraction(request, tokens) for tokens in sorted((fewer, more))]
-    assert fractions[0] <= fractions[1]
+def test_a_best_effort_request_has_lengths_as_any_other() -> None:
+    assert taught(70, slo=BestEffortSlo(600)).points("best_effort").mean() == 70

@@ -14,6 +14,7 @@ from core.slo import (
     DeadlineSlo,
     LatencySlo,
     OutcomeTracker,
+    ReasoningSlo,
     RequestTerms,
     Slo,
     SloOutcome,
@@ -226,3 +227,51 @@ def test_best_effort_has_nothing_to_miss_and_nothing_to_count() -> None:
 
 def test_best_effort_ended_with_a_reason_is_not_met() -> None:
     assert outcome(BestEffortSlo(1.0), [(2, 50.0)], reason="aborted").met is False
+
+
+# Thinking and then streaming ----------------------------------------------------------------------
+
+
+REASONING = ReasoningSlo(deadline_s=10.0, target_tbt_s=0.5)
+
+
+def thought(thinking_tokens: int, sent: list[tuple[int, float]], **more: str) -> SloOutcome:
+    """The outcome of an answer whose first tokens are thinking."""
+    tracker = OutcomeTracker(RequestTerms(ARRIVAL_S, REASONING))
+    for total_tokens, after_s in sent:
+        if total_tokens > thinking_tokens:
+            tracker.answer_began(thinking_tokens)
+        tracker.sent(total_tokens, ARRIVAL_S + after_s)
+    return tracker.finish(7, ARRIVAL_S + sent[-1][1], **more)
+
+
+def test_thinking_and_input_count_whole_where_the_answer_begins_in_time() -> None:
+    result = thought(100, [(50, 4), (100, 9), (101, 9.5), (102, 10.2)])
+    assert (result.met, result.goodput_tokens) == (True, 7 + 100 + 2)
+    assert (result.type, result.deadline, result.target_tbt) == ("reasoning", 10.0, 0.5)
+    assert result.worst_lateness_s == pytest.approx(-0.3)
+
+
+def test_a_late_token_of_the_visible_answer_does_not_count() -> None:
+    result = thought(100, [(100, 9), (101, 9.5), (102, 11)])
+    assert (result.met, result.goodput_tokens) == (False, 7 + 100 + 1)
+
+
+def test_nothing_counts_where_the_answer_begins_too_late() -> None:
+    result = thought(100, [(100, 9), (101, 10.1), (140, 10.2)])
+    assert (result.met, result.goodput_tokens) == (False, 0)
+
+
+def test_the_chunk_that_ends_the_thinking_may_carry_tokens_of_both() -> None:
+    result = thought(100, [(90, 5), (103, 9.9)])
+    assert (result.met, result.goodput_tokens) == (True, 7 + 103)
+
+
+def test_an_answer_without_a_visible_part_is_judged_by_its_deadline() -> None:
+    assert thought(100, [(60, 9)]).goodput_tokens == 7 + 60
+    assert thought(100, [(60, 11)]).goodput_tokens == 0
+
+
+def test_an_aborted_answer_keeps_what_was_in_time_but_is_not_met() -> None:
+    result = thought(10, [(10, 1), (15, 2)], reason="abort")
+    assert (result.met, result.goodput_tokens) == (False, 7 + 15)

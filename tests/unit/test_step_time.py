@@ -57,8 +57,22 @@ def test_two_hundred_noisy_steps_are_enough_for_five_percent(law: Law, seed: int
 
 def test_without_noise_the_coefficients_are_found() -> None:
     model = fitted(steps_of(CPU_LAW, 400, noise=0.0))
-    assert model.coefficients == pytest.approx(CPU_LAW, rel=0.02)
+    assert model.coefficients[:4] == pytest.approx(CPU_LAW, rel=0.02)
+    assert model.coefficients[4] == 0
     assert model.prefill_s(1000) == pytest.approx(1000 * CPU_LAW[3], rel=0.02)
+
+
+def test_padding_is_told_apart_from_context() -> None:
+    rng = random.Random(5)
+    model = StepTimeModel()
+    for _ in range(400):
+        decodes = rng.randrange(1, 33)
+        contexts = [rng.randrange(20, 2000) for _ in range(decodes)]
+        padding = decodes * max(contexts) - sum(contexts)
+        seconds = duration_s(CPU_LAW, decodes, sum(contexts), 0) + 1e-6 * padding
+        model.observe(StepObservation(seconds, decodes, sum(contexts), 0, padding))
+    assert model.coefficients[2] == pytest.approx(CPU_LAW[2], rel=0.05)
+    assert model.coefficients[4] == pytest.approx(1e-6, rel=0.05)
 
 
 def test_prefill_costs_nothing_where_there_is_nothing_to_prefill() -> None:

@@ -18,6 +18,9 @@ class Lengths:
     def sum(self) -> int:
         return sum(self._lengths)
 
+    def max(self) -> int:
+        return max(self._lengths)
+
 
 def decode_batch(*contexts: int) -> SimpleNamespace:
     """A batch in which every request gets one token."""
@@ -48,7 +51,7 @@ def test_on_a_cpu_a_step_lasts_as_long_as_its_launch() -> None:
     timer.step_returned(batch)
     clock.advance(3)
     timer.step_processed(batch)
-    assert timer.take() == (StepObservation(0.25, 2, 350, 0),)
+    assert timer.take() == (StepObservation(0.25, 2, 350, 0, 150),)
     assert timer.take() == ()
 
 
@@ -65,7 +68,7 @@ def test_on_a_gpu_a_step_lasts_from_the_result_before_it_to_its_own() -> None:
     timer.step_processed(first)
     clock.advance(0.125)
     timer.step_processed(second)
-    assert timer.take() == (StepObservation(0.5, 1, 100, 0), StepObservation(0.125, 2, 300, 0))
+    assert timer.take() == (StepObservation(0.5, 1, 100, 0), StepObservation(0.125, 2, 300, 0, 100))
 
 
 def test_on_an_idle_gpu_a_step_begins_with_its_launch() -> None:
@@ -86,7 +89,7 @@ def test_a_prefill_is_counted_by_its_tokens_and_by_who_decodes_along() -> None:
         timer.step_launched(batch)
         clock.advance(0.5)
         timer.step_returned(batch)
-    assert timer.take() == (StepObservation(0.5, 0, 0, 512), StepObservation(0.5, 2, 150, 512))
+    assert timer.take() == (StepObservation(0.5, 0, 0, 512), StepObservation(0.5, 2, 150, 512, 50))
 
 
 def test_an_engine_without_a_step_for_long_makes_no_progress() -> None:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo, OnMiss
+from core.slo import (
+    BestEffortSlo,
+    CompoundSlo,
+    DeadlineSlo,
+    LatencySlo,
+    OnMiss,
+    ReasoningSlo,
+)
 from core.terms import (
     HEADERS,
     MAX_NAME_CHARS,
@@ -271,8 +278,14 @@ def test_a_place_in_a_program_needs_the_program(field: str, value: Any) -> None:
 # Conflicts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("latency", ["target_ttft", "target_tbt"])
-@pytest.mark.parametrize(("field", "value"), [("deadline", 5), ("program_id", "p")])
+@pytest.mark.parametrize(
+    ("latency", "field", "value"),
+    [
+        ("target_ttft", "deadline", 5),
+        ("target_ttft", "program_id", "p"),
+        ("target_tbt", "program_id", "p"),
+    ],
+)
 def test_latency_targets_beside_a_deadline_or_a_program_are_refused_naming_both(
     latency: str, field: str, value: Any
 ) -> None:
@@ -287,6 +300,40 @@ def test_a_conflict_names_the_header_where_a_header_caused_it() -> None:
     error = refusal({"target_ttft": 5}, {"x-dynamo-session-id": "s"})
     assert error.field == "target_ttft"
     assert "cannot be combined with x-dynamo-session-id" in str(error)
+
+
+# Requests that change their class ----------------------------------------------------------------
+
+
+def test_a_deadline_with_a_time_between_tokens_is_thinking_and_then_streaming() -> None:
+    assert read({"deadline": 20, "target_tbt": 0.1}).slo == ReasoningSlo(20, 0.1)
+    assert read({"deadline": 20}, {"x-slo-tpot-ms": "100"}).slo == ReasoningSlo(20, 0.1)
+
+
+def test_thinking_and_then_streaming_takes_no_time_to_first_token() -> None:
+    error = refusal({"deadline": 20, "target_tbt": 0.1, "target_ttft": 1})
+    assert error.field == "target_ttft"
+    assert "deadline and target_tbt" in str(error)
+
+
+def test_the_last_call_of_a_program_may_be_latency_sensitive_and_closes_it() -> None:
+    programs = ProgramDeadlines()
+    call(programs, 100.0, deadline=30)
+    last = {"program_id": "p", "final": True, "target_ttft": 2, "target_tbt": 0.1}
+    terms = read_terms(last, {}, SloDefaults(), programs, 110.0, "t")
+    assert terms.slo == LatencySlo(2, 0.1)
+    assert len(programs) == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [{"final": False}, {"deadline": 5}, {"node": ""}, {"target_tbt": 0}]
+)
+def test_a_refused_last_call_does_not_close_its_program(bad: dict[str, Any]) -> None:
+    programs = ProgramDeadlines()
+    call(programs, 100.0, deadline=30)
+    last = {"program_id": "p", "final": True, "target_ttft": 2, **bad}
+    refusal(last, programs=programs, tenant="t")
+    assert len(programs) == 1
 
 
 # Headers ------------------------------------------------------------------------------------------
@@ -426,7 +473,7 @@ def test_the_least_recently_used_program_is_forgotten_first() -> None:
         {"final": "yes"},
         {"waiting_time": 0},
         {"on_miss": "explode"},
-        {"target_ttft": 1},
+        {"target_ttft": 0},
     ],
     ids=lambda bad: next(iter(bad)),
 )

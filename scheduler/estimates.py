@@ -1,0 +1,255 @@
+"""What the scheduler estimates of each request in a frame, all at once.
+
+The names are those of the paper (section SLO-aware Scheduler with GMAX): t_gen is
+``generation_s``, t_rem is ``left_s``, v_token is the step time. ``docs/metrics.md`` has the
+formulas. Every array is of shape (n,), aligned to the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.lengths import Information, Remaining
+from scheduler.objective import GoodputObjective
+from scheduler.programs import Programs
+from scheduler.step_time import StepTimeModel
+from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows
+
+MIN_ENGINE_S = 1e-9
+MAX_S = 1e12
+
+
+@dataclass(frozen=True)
+class FrameContext:
+    """What is the same for all requests of a frame."""
+
+    now_s: float
+    step_time: StepTimeModel
+    objective: GoodputObjective
+    programs: Programs
+    batch_size: int
+    """Requests expected to run together."""
+    mean_context_tokens: float
+    """Of the requests that are likely to."""
+    frame_steps: int
+    frame_s: float
+    average_tokens: float = 256.0
+    """Mean output tokens of all finished answers."""
+    tenant_service: Floats | None = None
+    """Attained service by tenant index."""
+
+    @property
+    def step_s(self) -> float:
+        """Expected seconds between two tokens in the coming frame: v_token of the paper."""
+        return self.step_s_at(self.batch_size)
+
+    def step_s_at(self, batch_size: int) -> float:
+        """The same with so many requests: a step, and its share of the prompts in between."""
+        return self.step_time.pace_s(batch_size, batch_size * self.mean_context_tokens)
+
+    @property
+    def frame_tokens(self) -> int:
+        """Steps of the coming frame: tokens that a request can get in it."""
+        by_time = self.frame_s / self.step_s
+        return max(1, min(self.frame_steps, int(min(by_time, 1e6))))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What requests are worth if they run from now on at one step time."""
+
+    full_value: Floats
+    """Objective value if all of it is in time."""
+    in_time_fraction: Floats
+    """Expected share of it: P(complete in time), or the share of a stream's tokens."""
+    slack_s: Floats
+    """Time to spare before it falls behind; negative: behind already."""
+    whole_value: Floats
+    """``full_value``; of a program's call that of the whole program."""
+
+
+class Estimates:
+    """Lengths, times, bandwidths and values of some rows in one frame."""
+
+    def __init__(self, rows: Rows, context: FrameContext, information: Information) -> None:
+        self.rows = rows
+        self.context = context
+        self._information = information
+        self._remaining = Remaining(rows, information, context.average_tokens)
+        self.mean_tokens: Floats = self._remaining.mean_tokens
+        self.bound_tokens: Floats = self._remaining.bound_tokens
+        constant_s, decode_s, context_s, prefill_s, _ = context.step_time.coefficients
+        self.prefill_s: Floats = np.where(rows.holds_kv, 0.0, rows.context_tokens * prefill_s)
+        """Engine seconds before its next token can be decoded."""
+        shared_s = constant_s / max(context.batch_size, 1) + decode_s
+        self.token_s: Floats = shared_s + context_s * (rows.context_tokens + self.mean_tokens / 2)
+        """Engine seconds of one of its tokens: its own and its share of the step's constant."""
+        self.engine_s: Floats = np.clip(
+            self.prefill_s + self.mean_tokens * self.token_s, MIN_ENGINE_S, MAX_S
+        )
+        """Engine seconds that the rest of it takes."""
+
+    def take(self, index: Ints) -> Estimates:
+        """The estimates of the rows at ``index``."""
+        return Estimates(self.rows.take(index), self.context, self._information)
+
+    @property
+    def has_slo(self) -> Bools:
+        has: Bools = self.rows.kind != BEST_EFFORT
+        return has
+
+    @property
+    def is_expired(self) -> Bools:
+        """Its deadline has passed, so nothing of it can count any more."""
+        kind = self.rows.kind
+        late: Bools = (self.rows.due_s < self.context.now_s) & (kind != LATENCY)
+        late &= kind != BEST_EFFORT
+        return late
+
+    @property
+    def generation_s(self) -> Floats:
+        """t_gen: upper bound of the remaining length at the coming step time."""
+        return np.minimum(self.bound_tokens * self.context.step_s, MAX_S)
+
+    @property
+    def left_s(self) -> Floats:
+        """t_rem: until the deadline; of a stream until its last expected token is due."""
+        rows = self.rows
+        ahead_s = np.where(rows.kind == LATENCY, (self.bound_tokens - 1) * rows.tbt_s, 0.0)
+        left_s: Floats = np.clip(rows.due_s + ahead_s - self.context.now_s, -MAX_S, MAX_S)
+        return left_s
+
+    @property
+    def bandwidth(self) -> Floats:
+        """bw: share of one batch slot's tokens that it needs from now on, in 0 to 1.
+
+        t_gen / t_rem; of a stream step time / TBT; nothing for best-effort.
+        """
+        rows, step_s = self.rows, self.context.step_s
+        share = self.generation_s / np.maximum(self._stage_left_s(), MIN_ENGINE_S)
+        stream = step_s / np.maximum(rows.tbt_s, MIN_ENGINE_S)
+        share = np.where(rows.kind == LATENCY, stream, share)
+        needed: Floats = np.where(rows.kind == BEST_EFFORT, 0.0, np.clip(share, 0.0, 1.0))
+        return needed
+
+    def _stage_left_s(self) -> Floats:
+        """``left_s``; of a program's call until its stage is due, while that is to come."""
+        rows, left_s = self.rows, self.left_s
+        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        if calls.size:
+            due_s = self.context.programs.column("stage_due_s")[rows.program[calls]]
+            stage_s = due_s - self.context.now_s
+            own_s = left_s[calls]
+            left_s[calls] = np.where(stage_s > 0, np.minimum(stage_s, own_s), own_s)
+        return left_s
+
+    @property
+    def frame_tokens(self) -> Floats:
+        """bw_delta: tokens that it must get in this frame to stay in time, at least one.
+
+        A stream needs those that fall due before the frame ends: none of them early.
+        """
+        rows, most = self.rows, self.context.frame_tokens
+        length_s = min(self.context.frame_s, most * self.context.step_s)
+        due = (self.context.now_s + length_s - rows.due_s) / np.maximum(rows.tbt_s, MIN_ENGINE_S)
+        stream = np.floor(np.clip(due, 0, most)) + 1
+        needed = np.where(rows.kind == LATENCY, stream, np.ceil(self.bandwidth * most))
+        return np.clip(needed, 1, most)
+
+    def expected(self, step_s: float) -> Expected:
+        """Value, chance and slack if a decode step takes ``step_s`` from now on."""
+        rows, kind = self.rows, self.rows.kind
+        full = np.zeros(rows.size)
+        fraction = np.ones(rows.size)
+        slack_s = np.full(rows.size, MAX_S)
+        streams = np.flatnonzero(kind == LATENCY)
+        if streams.size:
+            self._expect_streams(streams, step_s, full, fraction, slack_s)
+        others = np.flatnonzero((kind != LATENCY) & (kind != BEST_EFFORT))
+        if others.size:
+            self._expect_answers(others, step_s, full, fraction, slack_s)
+        rest = np.flatnonzero(kind == BEST_EFFORT)
+        if rest.size:
+            mean = self.mean_tokens[rest]
+            full[rest] = self.context.objective.stream_value(mean, mean)
+        return Expected(full, fraction, slack_s, full)
+
+    def _expect_streams(
+        self, index: Ints, step_s: float, full: Floats, fraction: Floats, slack_s: Floats
+    ) -> None:
+        rows, mean = self.rows, self.mean_tokens[index]
+        slack = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - step_s
+        loss_s = step_s - rows.tbt_s[index]
+        pace_s = np.maximum(np.abs(loss_s), MIN_ENGINE_S)
+        # In time now: until the slack is used up. Behind: from when the lead is won back.
+        ahead = np.where(loss_s <= 0, mean, np.minimum(mean, slack / pace_s + 1))
+        behind = np.where(loss_s < 0, np.maximum(mean + slack / pace_s, 0.0), 0.0)
+        in_time = np.where(slack >= 0, ahead, behind)
+        objective = self.context.objective
+        full[index] = objective.stream_value(mean, mean)
+        worth = objective.stream_value(in_time, mean)
+        fraction[index] = np.where(full[index] > 0, worth / np.maximum(full[index], 1e-300), 0.0)
+        slack_s[index] = np.clip(slack, -MAX_S, MAX_S)
+
+    def _expect_answers(
+        self, index: Ints, step_s: float, full: Floats, fraction: Floats, slack_s: Floats
+    ) -> None:
+        rows, mean = self.rows, self.mean_tokens[index]
+        programs = self.context.programs
+        is_call = rows.program[index] >= 0
+        later_s = np.zeros(index.size)
+        if is_call.any():
+            program = np.maximum(rows.program[index], 0)
+            stage = programs.stages_to_come * self.context.average_tokens
+            later = (programs.column("future_stage") + stage)[program]
+            later_s = np.where(is_call, later * step_s, 0.0)
+        budget = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - later_s
+        fraction[index] = self._remaining.fits_fraction(budget / step_s, index)
+        slack_s[index] = np.clip(budget - mean * step_s, -MAX_S, MAX_S)
+        output = rows.generated_tokens[index] + mean
+        full[index] = self.context.objective.answer_value(rows.input_tokens[index], output)
+
+    def pool_programs(self, expected: Expected) -> Expected:
+        """Calls of one program count as one: its whole value over all its engine seconds.
+
+        Completing a single call does not advance the stage, so every live call of a program
+        gets the program's value density, the chance of its unlikeliest call and the least
+        slack. What earlier calls gave counts, and what a pattern match still expects; without
+        a match, as much for each stage still to come as the stages so far have had on average.
+        """
+        rows, programs = self.rows, self.context.programs
+        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        if not calls.size:
+            return expected
+        program, size = rows.program[calls], programs.num_indices
+
+        def total(values: Floats) -> Floats:
+            sums: Floats = np.bincount(program, weights=values, minlength=size).astype(np.float64)
+            return sums
+
+        output = rows.generated_tokens[calls] + self.mean_tokens[calls]
+        inputs = total(rows.input_tokens[calls]) + programs.column("done_in")
+        outputs = total(output) + programs.column("done_out")
+        to_come = programs.stages_to_come / np.maximum(programs.column("stages"), 1.0)
+        future_in = programs.column("future_in") + inputs * to_come
+        future_out = programs.column("future_out") + outputs * to_come
+        inputs, outputs = inputs + future_in, outputs + future_out
+        worth = self.context.objective.answer_value(inputs, outputs)
+        _, _, _, prefill_s, _ = self.context.step_time.coefficients
+        typical_s = float(self.token_s[calls].mean())
+        future_s = future_in * prefill_s + future_out * typical_s
+        density = worth / np.maximum(total(self.engine_s[calls]) + future_s, MIN_ENGINE_S)
+        chance = np.ones(size)
+        np.minimum.at(chance, program, expected.in_time_fraction[calls])
+        slack = np.full(size, MAX_S)
+        np.minimum.at(slack, program, expected.slack_s[calls])
+        stage_slack_s = programs.column("stage_due_s") - self.context.now_s
+        full, fraction = expected.full_value.copy(), expected.in_time_fraction.copy()
+        slack_s, whole = expected.slack_s.copy(), expected.full_value.copy()
+        whole[calls] = worth[program]
+        full[calls] = density[program] * self.engine_s[calls]
+        fraction[calls] = chance[program]
+        slack_s[calls] = np.minimum(slack[program], np.maximum(stage_slack_s[program], 0.0))
+        return Expected(full, fraction, slack_s, whole)
