@@ -16,6 +16,9 @@ takes, and the batch grows until tokens are late; 1 is value per second, which i
 the best ranked are worth more than what follows them, so it runs few and others run out of time."""
 _KEEP = 1.02
 """Another batch size must earn this much more than the current one: no to and fro."""
+_ALL = 1.05
+"""Fewer than all must earn this much more: below capacity, where all can be served, a smaller
+batch only wastes steps (2 % of the goodput at 0.9 times capacity)."""
 
 
 def best_batch_size(
@@ -44,6 +47,8 @@ def best_batch_size(
         worth = earned(size, step_s) / step_s**power
         if size == current:
             worth *= _KEEP
+        if size == most:
+            worth *= _ALL
         if worth > best_worth:
             best, best_worth = size, worth
     return best

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from plan_engine import BEST_EFFORT, FRAME_S, PARKED, RUNNING, Engine, running_engine
 
-from core.clock import ManualClock
 from core.slo import (
     BestEffortSlo,
     CompoundSlo,
@@ -24,127 +24,12 @@ from scheduler.frame import (
     FrameManager,
 )
 from scheduler.lifecycle import RequestState, TransitionError
-from scheduler.plan import Ending, EngineCapacity, FramePlan, Move, PlanKind
+from scheduler.plan import Ending, EngineCapacity, Move, PlanKind
 from scheduler.policies import CANCEL_SUFFIX, POLICIES
 from scheduler.step_time import StepObservation
 
-if TYPE_CHECKING:
-    from scheduler.request import Request
-
-FRAME_S = 1.0
-BEST_EFFORT = BestEffortSlo(600)
-RUNNING, PARKED = RequestState.RUNNING, RequestState.PARKED
 PLAIN = [name for name in POLICIES if not name.endswith(CANCEL_SUFFIX)]
 every_policy = pytest.mark.parametrize("policy", PLAIN)
-
-
-class Engine:
-    """Carries out plans to the letter and keeps the account of KV and request slots."""
-
-    def __init__(
-        self,
-        policy: str = "edf",
-        *,
-        max_batch: int = 2,
-        total_kv: int = 100_000,
-        total_slots: int = 64,
-        **config: Any,
-    ) -> None:
-        self.frames = FrameManager(SchedulerConfig(policy=policy, frame_s=FRAME_S, **config))
-        self.clock = ManualClock(1000.0)
-        self.max_batch = max_batch
-        self.total_kv = total_kv
-        self.total_slots = total_slots
-
-    def arrive(
-        self,
-        name: str,
-        slo: Slo = BEST_EFFORT,
-        *,
-        input_tokens: int = 100,
-        max_output_tokens: int = 100,
-        waiting_time_s: float | None = None,
-        on_miss: OnMiss = OnMiss.FINISH,
-        **flags: bool,
-    ) -> Request:
-        """A request arrives now."""
-        return self.frames.arrive(
-            name,
-            RequestTerms(self.clock.now_s(), slo, waiting_time_s, on_miss),
-            input_tokens=input_tokens,
-            max_output_tokens=max_output_tokens,
-            **flags,
-        )
-
-    def capacity(self) -> EngineCapacity:
-        holders = [request for request in self.frames.live() if request.holds_kv]
-        used = sum(request.context_tokens for request in holders)
-        return EngineCapacity(
-            self.max_batch, self.total_kv - used, self.total_kv, self.total_slots - len(holders)
-        )
-
-    def tick(self) -> FramePlan | None:
-        """Plan the next step and carry the plan out."""
-        plan = self.frames.tick(self.clock.now_s(), self.capacity())
-        if plan is not None:
-            self.obey(plan)
-        return plan
-
-    def obey(self, plan: FramePlan) -> None:
-        for endings, state in (
-            (plan.drop, RequestState.DROPPED),
-            (plan.cancel, RequestState.ABORTED),
-        ):
-            for ending in endings:
-                self.frames.ended(ending.request_id, state)
-        for name in plan.preempt:
-            self.frames.preempted(name)
-        for name in plan.park:
-            self.frames.parked(name)
-        for name in plan.resume:
-            self.frames.resumed(name)
-        for name in plan.admit:
-            self.frames.started(name, self.clock.now_s())
-        assert len(self.names(RUNNING)) <= self.max_batch
-
-    def plan(self) -> FramePlan:
-        """Tick, where there must be a plan."""
-        plan = self.tick()
-        assert plan is not None
-        return plan
-
-    def next_frame(self) -> FramePlan:
-        """Let the frame pass and plan the next one."""
-        self.clock.advance(FRAME_S)
-        plan = self.plan()
-        assert plan.kind is PlanKind.FRAME
-        return plan
-
-    def decode_steps(self, num_steps: int) -> None:
-        """So many steps of decoding, of next to no time."""
-        for _ in range(num_steps):
-            self.frames.observe_step(StepObservation(1e-3, 2, 200, 0))
-
-    def finish(self, name: str) -> None:
-        self.frames.ended(name, RequestState.FINISHED)
-
-    def run(self, *names: str) -> None:
-        """Have these running, whatever the policy thinks."""
-        for name in names:
-            self.frames.started(name, self.clock.now_s())
-
-    def names(self, state: RequestState) -> list[str]:
-        return [request.request_id for request in self.frames.live() if request.state is state]
-
-
-def running_engine(*loose: str, policy: str = "edf", due_s: float = 100.0, **more: Any) -> Engine:
-    """These requests run, with that deadline, and the frame has just begun."""
-    engine = Engine(policy, max_batch=len(loose), **more)
-    for name in loose:
-        engine.arrive(name, DeadlineSlo(due_s))
-    plan = engine.plan()
-    assert set(plan.admit) == set(loose)
-    return engine
 
 
 # Admission ----------------------------------------------------------------------------------------
