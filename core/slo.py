@@ -79,6 +79,8 @@ class RequestTerms(msgspec.Struct, frozen=True):
     """Dropped if not first scheduled within this time; None never drops it."""
     on_miss: OnMiss = OnMiss.FINISH
     tenant: str = ""
+    closes_program: str = ""
+    """The program whose last call this is, where it does not share the program's deadline."""
 
 
 def slo_type(slo: Slo) -> SloType:

@@ -209,7 +209,10 @@ def read_terms(
         now_s=now_s,
         tenant=tenant,
     )
-    return RequestTerms(now_s, slo, waiting_time_s, on_miss, tenant)
+    # A last call that streams has no deadline of the program's any more, but it ends it.
+    is_last_stream = isinstance(slo, LatencySlo) and "program_id" in given
+    closes_program = given["program_id"].value if is_last_stream else ""
+    return RequestTerms(now_s, slo, waiting_time_s, on_miss, tenant, closes_program)
 
 
 def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _Named]:

@@ -230,12 +230,17 @@ class Estimates:
             return sums
 
         output = rows.generated_tokens[calls] + self.mean_tokens[calls]
-        inputs = total(rows.input_tokens[calls]) + programs.column("done_in")
-        outputs = total(output) + programs.column("done_out")
+        live_in, live_out = total(rows.input_tokens[calls]), total(output)
+        done_in, done_out = programs.column("done_in"), programs.column("done_out")
         to_come = programs.stages_to_come / np.maximum(programs.column("stages"), 1.0)
-        future_in = programs.column("future_in") + inputs * to_come
-        future_out = programs.column("future_out") + outputs * to_come
-        inputs, outputs = inputs + future_in, outputs + future_out
+        future_in = programs.column("future_in") + (live_in + done_in) * to_come
+        future_out = programs.column("future_out") + (live_out + done_out) * to_come
+        # While nothing tells its end, a program is at best half done: else one that goes on
+        # for ever would be worth more than everybody with its every call.
+        is_open = programs.column("is_open") > 0
+        done_in = np.where(is_open, np.minimum(done_in, live_in + future_in), done_in)
+        done_out = np.where(is_open, np.minimum(done_out, live_out + future_out), done_out)
+        inputs, outputs = live_in + future_in + done_in, live_out + future_out + done_out
         worth = self.context.objective.answer_value(inputs, outputs)
         _, _, _, prefill_s, _ = self.context.step_time.coefficients
         typical_s = float(self.token_s[calls].mean())

@@ -20,8 +20,17 @@ from scheduler.fairness import FairFunction, least_service_first
 from scheduler.lengths import LengthEstimates, OnlineClassLengths, equal_mass_points, refresh
 from scheduler.lifecycle import ENDED, RequestState
 from scheduler.objective import GoodputObjective, Guarded, built_in_objective
-from scheduler.plan import Ending, EngineCapacity, FramePlan, PlanKind, turn_ledger
-from scheduler.planner import Draft, Planner
+from scheduler.plan import (
+    Decision,
+    Ending,
+    EngineCapacity,
+    FramePlan,
+    Move,
+    PlanKind,
+    Reason,
+    turn_ledger,
+)
+from scheduler.planner import REASON_DEADLINE, REASON_WAITING_TIME, Draft, Planner
 from scheduler.policies import POLICIES, Policy
 from scheduler.policies.base import PrefillRule, best_first
 from scheduler.programs import ProgramOutlook, Programs
@@ -41,10 +50,9 @@ from scheduler.table import (
 )
 from scheduler.tenants import Tenants
 
-REASON_WAITING_TIME = "waiting_time_exceeded"
-REASON_DEADLINE = "deadline_passed"
 RELAXED_PAUSE_FACTOR = 20.0
-STEPS_BEFORE_EARLY_BOUNDARY = 4
+EARLY_MOVES_FRACTION = 0.5
+"""Of the moves that a frame has left, how many an early boundary may make."""
 
 
 class FrameManager:
@@ -94,13 +102,17 @@ class FrameManager:
         self._frame = 0
         self._frame_start_s = -math.inf
         self._steps_in_frame = 0
-        self._next_turn_step = 0
+        self._next_turn_step = self._next_early_step = 0
+        self._moves_in_frame = 0
+        self._was_idle = True
         self._has_news = False
         self._now_s = -math.inf
         self._prefilling_since_s: float | None = None
         self._lengths_version = -1
         self._news: list[Request] = []
         """Arrived or preempted since the last frame boundary: not in its ranking."""
+        self._new_streams: list[tuple[float, int, Request]] = []
+        """A heap of the streams among them by when their first token is due."""
         self._reserve: list[Request] = []
         """The best of the last frame that were not chosen, best first."""
         self._line: list[Request] = []
@@ -149,27 +161,36 @@ class FrameManager:
                 is_final=slo.final,
                 allowance_s=slo.deadline_s,
             )
+        elif terms.closes_program:
+            program = self.programs.join(terms.tenant, terms.closes_program, is_final=True)
         row = self.table.add(request, program=program, tenant=self.tenants.join(terms.tenant))
         self.table.points[row] = self.lengths.points(request.slo_type)
         self._set_timer(request)
         self._news.append(request)
+        if request.is_latency:
+            entry = (request.next_due_s(), request.serial, request)
+            heapq.heappush(self._new_streams, entry)
         self._has_news = True
         return request
 
     def forecast(self, request_id: str, lengths: Sequence[float] | Points | Floats) -> None:
         """A forecast of a request's output tokens came in, as equal-mass points.
 
-        Unknown ids are ignored: the request may have ended meanwhile.
+        Unknown ids are ignored: the request may have ended meanwhile. So is a forecast for a
+        request that still thinks: what must be in time is its thinking, not the whole.
 
         Raises:
             ValueError: nothing is in it, or not only finite lengths of 0 or more.
         """
+        points = equal_mass_points(lengths)
         request = self._live.get(request_id)
         if request is None:
             return
-        self.table.points[request.row] = equal_mass_points(lengths)
-        self.table.has_forecast[request.row] = True
-        self.table.is_stale[request.row] = True
+        table, row = self.table, request.row
+        if isinstance(request.terms.slo, ReasoningSlo) and table.kind[row] != LATENCY:
+            return
+        table.points[row] = points
+        table.has_forecast[row] = table.is_stale[row] = True
 
     def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook) -> None:
         """What a pattern match expects of a program's calls still to come."""
@@ -184,18 +205,26 @@ class FrameManager:
         request = self._live.get(request_id)
         if request is None or not isinstance(request.terms.slo, ReasoningSlo):
             return
-        if self.table.kind[request.row] != LATENCY and not request.is_expired(self._now_s):
-            self.table.begin_stream(request.row, request.terms.slo.target_tbt_s)
-            request.deadline_at_s = math.inf
-            self._set_timer(request)
+        table, row = self.table, request.row
+        if table.kind[row] == LATENCY or request.is_expired(self._now_s):
+            return
+        # What has been learnt of its class is how long the thinking takes.
+        self.lengths.learn(request, is_censored=False)
+        thinking_tokens = table.generated_tokens[row]
+        table.points[row] = self.lengths.points("latency") + np.float32(thinking_tokens)
+        table.has_forecast[row] = table.is_stale[row] = True
+        table.begin_stream(row, request.terms.slo.target_tbt_s)
+        request.deadline_at_s = math.inf
+        self._set_timer(request)
 
     def started(self, request_id: str, now_s: float) -> None:
         """The engine has begun to prefill it (again)."""
         request = self._live[request_id]
-        tokens = request.prefill_tokens
         request.move_to(RequestState.RUNNING)
-        self._serve(request, input_tokens=tokens)
+        self.table.frames_blocked[request.row] = 0
         if request.first_scheduled_s is None:
+            # Once: what the engine takes away and builds again is not its tenant's service.
+            self._serve(request, input_tokens=request.input_tokens)
             request.first_scheduled_s = now_s
             self._set_timer(request)
 
@@ -236,8 +265,10 @@ class FrameManager:
         request.move_to(state)
         is_finished = state is RequestState.FINISHED
         row = request.row
+        was_stream = self.table.kind[row] == LATENCY
+        is_reasoning = isinstance(request.terms.slo, ReasoningSlo)
         program, tenant = int(self.table.program[row]), int(self.table.tenant[row])
-        if is_finished and self._now_s <= request.deadline_at_s and request.has_slo:
+        if is_finished and self._is_answer_in_time(request):
             self._earnings.answer(request.input_tokens, request.generated_tokens)
         if program >= 0:
             self.programs.leave(
@@ -251,8 +282,17 @@ class FrameManager:
         self._due_s.pop(request_id, None)
         self._overdue.pop(request_id, None)
         self.num_ended[state] += 1
-        self.lengths.learn(request, is_censored=not is_finished)
+        if not request.is_urgent and not (is_reasoning and was_stream):
+            # A health check's one token is nobody's answer.
+            self.lengths.learn(request, is_censored=not is_finished)
         self._has_news = True
+
+    def _is_answer_in_time(self, request: Request) -> bool:
+        """Whether it earned something that counts whole, where somebody asks."""
+        if self.policy.tuner is None or not request.has_slo:
+            return False
+        is_stream = self.table.kind[request.row] == LATENCY
+        return not is_stream and self._now_s <= request.deadline_at_s
 
     def observe_step(self, step: StepObservation) -> None:
         """A step ran; prefill steps count for the time model, decode steps for the frame."""
@@ -277,11 +317,22 @@ class FrameManager:
         self._planner = Planner(self.table, self.config, policy, self._fair)
         self._earnings = Earnings(self._objective)
         self._is_limited = False
+        self._line = []
         for request in self._live.values():
             self._set_timer(request)
 
     def get(self, request_id: str) -> Request | None:
         return self._live.get(request_id)
+
+    def explain(self, request_id: str) -> Decision | None:
+        """Why a live request is treated as it is now; None for one that is not live."""
+        if request_id not in self._live:
+            return None
+        for plan in (self.last_plan, self.last_frame_plan):
+            decision = None if plan is None else plan.explain(request_id)
+            if decision is not None:
+                return decision
+        return Decision(request_id, Move.WAIT, Reason.NOT_LOOKED_AT, None)
 
     def live(self) -> Iterator[Request]:
         return iter(self._live.values())
@@ -348,19 +399,19 @@ class FrameManager:
             self._frame_start_s = min(self._frame_start_s, now_s)
         self._now_s = now_s
         if not self._live:
+            self._was_idle = True
             return None
         is_boundary = (
             self._steps_in_frame >= self.config.frame_steps
             or now_s - self._frame_start_s >= self.config.frame_s
         )
-        if not is_boundary and self._is_first_token_at_risk(now_s):
-            early = min(STEPS_BEFORE_EARLY_BOUNDARY, self.config.frame_steps)
-            is_boundary = self._steps_in_frame >= early
         limit = self._limit(capacity)
         has_room = self._has_news and self.table.count[RUNNING] < limit
         is_timer_due = self._is_timer_due(now_s)
         if is_boundary:
-            plan = self._plan_frame(now_s, capacity)
+            plan = self._plan_frame(now_s, capacity, is_early=False)
+        elif self._steps_in_frame >= self._next_early_step and self._is_first_token_at_risk(now_s):
+            plan = self._plan_frame(now_s, capacity, is_early=True)
         elif has_room or is_timer_due:
             plan = self._plan_backfill(now_s, capacity, limit)
         elif self._line and self._steps_in_frame >= self._next_turn_step:
@@ -377,27 +428,35 @@ class FrameManager:
         """How many may run together inside the current frame."""
         return min(self._size, capacity.max_batch) if self._is_limited else capacity.max_batch
 
-    def _plan_frame(self, now_s: float, capacity: EngineCapacity) -> FramePlan:
-        elapsed_s = now_s - self._frame_start_s
+    def _plan_frame(self, now_s: float, capacity: EngineCapacity, *, is_early: bool) -> FramePlan:
+        """A boundary; an early one lets a stream in whose first token cannot wait for it.
+
+        An early one moves few, and the frame goes on: neither waiting nor the cutoff is
+        counted by it, or quick little streams would make the frames short for everybody.
+        """
         self._frame += 1
-        self._frame_start_s = now_s
-        self._steps_in_frame = 0
-        self._next_turn_step = max(1, self.config.frame_steps // self.config.turns_per_frame)
-        if self.policy.tuner is not None:
-            earned = self._earnings.take(self.lengths.average_tokens)
-            self.policy.tuner.frame(earned, elapsed_s, is_contended=self._was_contended)
-        draft = self._draft(PlanKind.FRAME, now_s, capacity, None, capacity.max_batch)
+        if not is_early:
+            self._end_frame(now_s)
+        kind = PlanKind.EARLY if is_early else PlanKind.FRAME
+        moves_left = self._moves_left(capacity)
+        if is_early:
+            moves_left = min(moves_left, max(1, int(moves_left * EARLY_MOVES_FRACTION)))
+        draft = self._draft(kind, now_s, capacity, None, capacity.max_batch, moves_left)
         table = self.table
-        # Kept while it runs: an equal that waited less must not displace it.
-        waited = table.frames_waited[draft.passed_over]
-        table.frames_waited[draft.passed_over] = np.minimum(waited + 1, MAX_FRAMES)
-        table.frames_blocked[draft.blocked] += 1
+        if not is_early:
+            # Kept while it runs: an equal that waited less must not displace it.
+            waited = table.frames_waited[draft.passed_over]
+            table.frames_waited[draft.passed_over] = np.minimum(waited + 1, MAX_FRAMES)
+            table.frames_blocked[draft.blocked] += 1
         table.frame_from[: len(table)] = table.generated_tokens[: len(table)]
         table.frame_quota[: len(table)] = 0
         plan = draft.plan
+        self._moves_in_frame += len(plan.park) + len(plan.preempt)
+        self._next_early_step = self._next_turn_step = self._steps_in_frame + self._turn_steps(plan)
         for request_id, tokens in plan.tokens.items():
             table.frame_quota[self._live[request_id].row] = tokens
         self._news.clear()
+        self._new_streams.clear()
         keep = 2 * capacity.max_batch + 64
         self._reserve = [table.requests[row] for row in draft.reserve[:keep].tolist()]
         self._line = [self._live[request_id] for request_id in plan.line]
@@ -406,6 +465,26 @@ class FrameManager:
         self._was_contended = draft.is_contended
         self.last_frame_plan = plan
         return plan
+
+    def _end_frame(self, now_s: float) -> None:
+        elapsed_s = now_s - self._frame_start_s
+        self._frame_start_s = now_s
+        self._steps_in_frame = self._moves_in_frame = 0
+        if self.policy.tuner is not None:
+            earned = self._earnings.take(self.lengths.average_tokens)
+            is_contended = self._was_contended and not self._was_idle
+            self.policy.tuner.frame(earned, elapsed_s, is_contended=is_contended)
+        self._was_idle = False
+        if self.last_frame_plan is not None:
+            self._note_refused(self.last_frame_plan.admit)
+
+    def _note_refused(self, admitted: tuple[str, ...]) -> None:
+        """Whom the engine did not take though the plan did: it waited, and for KV."""
+        for request_id in admitted:
+            request = self._live.get(request_id)
+            if request is not None and not request.holds_kv:
+                self.table.frames_waited[request.row] += 1
+                self.table.frames_blocked[request.row] += 1
 
     def _plan_backfill(self, now_s: float, capacity: EngineCapacity, limit: int) -> FramePlan:
         """Free places go to those in line, then to the best of the frame and to newcomers."""
@@ -419,7 +498,7 @@ class FrameManager:
         outside = num_idle - (len(index) - len(held))
         if outside > 0 and len(index) - table.count[RUNNING] < free:
             index = np.arange(len(table))
-        return self._draft(PlanKind.BACKFILL, now_s, capacity, index, limit).plan
+        return self._draft(PlanKind.BACKFILL, now_s, capacity, index, limit, 0).plan
 
     def _draft(
         self,
@@ -428,6 +507,7 @@ class FrameManager:
         capacity: EngineCapacity,
         index: Ints | None,
         limit: int,
+        max_moves: int,
     ) -> Draft:
         table = self.table
         rows = np.arange(len(table)) if index is None else index
@@ -437,18 +517,17 @@ class FrameManager:
             rows = rows[~np.isin(rows, gone)]
         self._refresh_lengths(rows)
         context = self._context(now_s, capacity, rows)
-        return self._planner.draft(kind, self._frame, context, capacity, rows, endings, limit)
+        return self._planner.draft(
+            kind, self._frame, context, capacity, rows, endings, limit, max_moves
+        )
 
     def _plan_turn(self, capacity: EngineCapacity) -> FramePlan | None:
         """Who has the tokens that it needs in this frame gives way to who is in line."""
-        step = max(1, self.config.frame_steps // self.config.turns_per_frame)
-        self._next_turn_step = self._steps_in_frame + step
+        if self.last_frame_plan is None:
+            return None
+        self._next_turn_step = self._steps_in_frame + self._turn_steps(self.last_frame_plan)
         table = self.table
-        line = [
-            request
-            for request in self._line
-            if request.row >= 0 and request.state is not RequestState.RUNNING
-        ]
+        line = self._still_in_line(capacity)
         running = table.in_state(RUNNING)
         got = table.generated_tokens[running] - table.frame_from[running]
         is_done = (got >= table.frame_quota[running]) & (table.frame_quota[running] > 0)
@@ -456,11 +535,12 @@ class FrameManager:
         # Who has got the most beyond its need goes first.
         beyond = np.where(is_done, got - table.frame_quota[running], -1.0)
         done = running[best_first(beyond, table.serial[running], len(line), is_done)]
-        swaps = min(len(line), done.size)
+        swaps = min(len(line), done.size, self._moves_left(capacity))
         self._line = line[swaps:]
-        if not swaps or self.last_frame_plan is None:
+        if not swaps:
             return None
         park = tuple(table.ids[row] for row in done[:swaps].tolist())
+        self._moves_in_frame += swaps
         self.last_plan = self._turn(
             line[:swaps],
             park,
@@ -468,6 +548,32 @@ class FrameManager:
             self.last_frame_plan.frame_tokens,
         )
         return self.last_plan
+
+    def _moves_left(self, capacity: EngineCapacity) -> int:
+        """Parks and preemptions that this frame may still make: no churn."""
+        most = max(1, int(capacity.max_batch * self.config.max_moves_fraction))
+        return max(most - self._moves_in_frame, 0)
+
+    def _turn_steps(self, plan: FramePlan) -> int:
+        """Steps between two chances to change places inside a frame of that many tokens."""
+        return max(1, plan.frame_tokens // self.config.turns_per_frame)
+
+    def _still_in_line(self, capacity: EngineCapacity) -> list[Request]:
+        """Who is still there, has no place yet, and whose KV still fits."""
+        admitted = set() if self.last_plan is None else set(self.last_plan.admit)
+        kv_tokens, slots = capacity.free_kv_tokens, capacity.free_slots
+        line = []
+        for request in self._line:
+            if request.row < 0 or request.state is RequestState.RUNNING:
+                continue
+            if not request.holds_kv:
+                need = request.context_tokens + 1
+                if request.request_id in admitted or slots < 1 or need > kv_tokens:
+                    continue
+                kv_tokens -= need
+                slots -= 1
+            line.append(request)
+        return line
 
     def _turn(
         self, enter: list[Request], park: tuple[str, ...], num_run: int, frame_tokens: int
@@ -548,6 +654,11 @@ class FrameManager:
         if due and math.isfinite(min(due)):
             self._due_s[request_id] = min(due)
             heapq.heappush(self._timers, (min(due), request.serial, request_id))
+            if len(self._timers) > 2 * len(self._due_s) + 1024:
+                self._timers = [
+                    (due_s, self._live[name].serial, name) for name, due_s in self._due_s.items()
+                ]
+                heapq.heapify(self._timers)
         else:
             self._due_s.pop(request_id, None)
 
@@ -559,6 +670,11 @@ class FrameManager:
 
     def _is_timer_due(self, now_s: float) -> bool:
         timers = self._timers
+        for request_id in [name for name in self._overdue if self._due_s[name] >= now_s]:
+            # The clock has jumped back.
+            del self._overdue[request_id]
+            entry = (self._due_s[request_id], self._live[request_id].serial, request_id)
+            heapq.heappush(timers, entry)
         while timers and timers[0][0] < now_s:
             due_s, _, request_id = heapq.heappop(timers)
             if self._due_s.get(request_id) == due_s:
@@ -570,8 +686,6 @@ class FrameManager:
         self._is_timer_due(now_s)
         drop, cancel = [], []
         for request_id in self._overdue:
-            if self._due_s[request_id] >= now_s:  # the clock has jumped back
-                continue
             request = self._live[request_id]
             is_missed = self._is_cancelled_late(request) and request.is_expired(now_s)
             if request.first_scheduled_s is None:
@@ -583,14 +697,11 @@ class FrameManager:
 
     def _is_first_token_at_risk(self, now_s: float) -> bool:
         """A waiting stream would miss its first token if it waited for the frame to end."""
-        if not self._has_news:
-            return False
-        end_s = self._frame_start_s + self.config.frame_s
-        return any(
-            request.row >= 0
-            and request.is_latency
-            and request.state is RequestState.WAITING
-            and now_s < request.next_due_s()
-            and request.next_due_s() - self.step_time.prefill_s(request.prefill_tokens) < end_s
-            for request in self._news
-        )
+        streams = self._new_streams
+        while streams:
+            due_s, _, request = streams[0]
+            if request.state is RequestState.WAITING and now_s < due_s:
+                end_s = self._frame_start_s + self.config.frame_s
+                return due_s - self.step_time.prefill_s(request.prefill_tokens) < end_s
+            heapq.heappop(streams)
+        return False

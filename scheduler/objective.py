@@ -108,7 +108,8 @@ def built_in_objective(name: str) -> GoodputObjective | None:
     if len(parts) != 2 or not all(_is_number(part) for part in parts):
         return None
     weights = [float(part) for part in parts]
-    if not (min(weights) >= 0 and 0 < max(weights) <= MAX_WEIGHT):
+    is_sound = all(0 <= weight <= MAX_WEIGHT for weight in weights)
+    if not (is_sound and max(weights) > 0):
         raise ValueError(
             f"weights must be 0 or more and not both 0, and at most a million, got {name!r}"
         )

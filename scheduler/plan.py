@@ -26,6 +26,8 @@ class PlanKind(enum.StrEnum):
 
     FRAME = "frame"
     """A frame boundary: every move is allowed."""
+    EARLY = "early"
+    """A first token cannot wait for the boundary: a few moves for it, and the frame goes on."""
     BACKFILL = "backfill"
     """Inside a frame: free slots are filled, nobody running is moved."""
     TURN = "turn"
@@ -169,12 +171,13 @@ class FramePlan(msgspec.Struct, frozen=True):
     admit: tuple[str, ...]
     """Waiting and preempted requests to prefill, in this order, as room comes."""
     line: tuple[str, ...]
-    """Who is next when one of those that run has its tokens of this frame."""
+    """Who is next when one of those that run has its tokens of this frame; a backfill leaves
+    the frame's line as it is."""
     drop: tuple[Ending, ...]
     cancel: tuple[Ending, ...]
     tokens: dict[str, int]
     """Tokens each request of this frame needs in it to stay in time, ``line`` included; their
-    sum is at most ``num_run`` times ``frame_tokens``."""
+    sum is at most ``num_run`` times ``frame_tokens``. Empty in a turn: the frame's count on."""
     ledger: Ledger
 
     @property
@@ -183,5 +186,5 @@ class FramePlan(msgspec.Struct, frozen=True):
         return tuple(self.ledger)
 
     def explain(self, request_id: str) -> Decision | None:
-        """The decision on one request; None where it was not live when the plan was made."""
+        """The decision on one request; None where this plan did not look at it."""
         return next((item for item in self.ledger if item.request_id == request_id), None)

@@ -30,6 +30,10 @@ RANKED_PER_SLOT = 8
 RANKED_AT_LEAST = 64
 
 
+REASON_WAITING_TIME = "waiting_time_exceeded"
+REASON_DEADLINE = "deadline_passed"
+"""Machine-readable reasons of a drop, as their senders get them."""
+_ENDINGS = {REASON_WAITING_TIME: Reason.WAITING_TIME, REASON_DEADLINE: Reason.DEADLINE_PASSED}
 _NOBODY = Assessment(np.empty(0), np.empty(0))
 
 
@@ -102,26 +106,29 @@ class Planner:
         index: Ints,
         endings: tuple[tuple[Ending, ...], tuple[Ending, ...]],
         limit: int,
+        max_moves: int,
     ) -> Draft:
         """Plan for the rows at table positions ``index``.
 
         Args:
             endings: whom to drop and whom to cancel; not among ``index``.
             limit: most that may run together; inside a frame what its plan decided.
+            max_moves: parks and preemptions that are left in this frame.
         """
         # Ascending and all of them: no copy is needed.
         rows = self._table.rows(None if index.size == len(self._table) else index)
         estimates = Estimates(rows, context, self._policy.traits.information)
         candidates, assessment = self.rank(estimates, index, capacity)
-        seater = Seater(candidates, capacity, self._config, self._policy.traits)
+        seater = Seater(candidates, capacity, self._config, self._policy.traits, max_moves)
         size = limit
-        if kind is PlanKind.FRAME and self._policy.traits.may_displace:
+        is_boundary = kind in (PlanKind.FRAME, PlanKind.EARLY)
+        if is_boundary and self._policy.traits.may_displace:
             group, size = self._group(candidates, capacity)
             seating = seater.frame(group, size)
         else:
             seating = seater.additions(limit)
         wanted = estimates.frame_tokens
-        if kind is PlanKind.FRAME and self._policy.traits.is_just_in_time:
+        if is_boundary and self._policy.traits.is_just_in_time:
             seater.add_line(size, wanted, assessment.slack_s)
         tokens = {place: int(wanted[place]) for place in (*seating.chosen, *seating.line)}
         return self._write(
@@ -135,7 +142,8 @@ class Planner:
         ranked = candidates.ranked[num_must:]
         if slots <= 0 or not ranked.size:
             return ranked[:0], capacity.max_batch
-        group = self._policy.group(ranked, candidates.scores, candidates.estimates, slots)
+        beside = np.array(list(candidates.must_run), dtype=np.int64)
+        group = self._policy.group(ranked, candidates.scores, candidates.estimates, slots, beside)
         is_all = len(group) == min(slots, len(ranked))
         return group, capacity.max_batch if is_all else num_must + len(group)
 
@@ -181,12 +189,12 @@ class Planner:
         index: Ints,
         capacity: EngineCapacity,
     ) -> Draft:
-        book = _Book(self._table, candidates, seating, index)
+        book = _Book(self._table, candidates, seating, index, is_limited=size < capacity.max_batch)
         drop, cancel = endings
         plan = FramePlan(
             frame=frame,
             kind=kind,
-            num_run=max(size, len(seating.chosen)),
+            num_run=min(max(size, len(seating.chosen)), max(capacity.max_batch, 1)),
             frame_tokens=candidates.estimates.context.frame_tokens,
             run=book.ids(Move.RUN),
             park=book.names(seating.park),
@@ -197,7 +205,7 @@ class Planner:
             drop=drop,
             cancel=cancel,
             tokens={book.name(place): count for place, count in tokens.items()},
-            ledger=book.ledger(assessment),
+            ledger=book.ledger(assessment, endings),
         )
         out = ~book.is_seated & ~book.rests
         out[seating.line] = False
@@ -216,9 +224,16 @@ class _Book:
     """Codes and names of a plan, from its seating."""
 
     def __init__(
-        self, table: RequestTable, candidates: Candidates, seating: Seating, index: Ints
+        self,
+        table: RequestTable,
+        candidates: Candidates,
+        seating: Seating,
+        index: Ints,
+        *,
+        is_limited: bool,
     ) -> None:
         self._table = table
+        self._is_limited = is_limited
         self._index = index
         self._rows = rows = candidates.estimates.rows
         self._scores = candidates.scores
@@ -242,7 +257,8 @@ class _Book:
     def _reasons(self, candidates: Candidates, seating: Seating) -> npt.NDArray[np.uint8]:
         rows = self._rows
         code = REASON_CODE
-        reasons = np.full(rows.size, code[Reason.OUTRANKED], dtype=np.uint8)
+        outside = Reason.FEWER_EARN_MORE if self._is_limited else Reason.OUTRANKED
+        reasons = np.full(rows.size, code[outside], dtype=np.uint8)
         now_s = candidates.estimates.context.now_s
         self.rests = (rows.kind == LATENCY) & rows.holds_kv & (rows.due_s > now_s)
         reasons[self.rests] = code[Reason.RESTS]
@@ -266,17 +282,25 @@ class _Book:
         code = MOVE_CODE[move]
         return self.names([place for place in self._order if self._moves[place] == code])
 
-    def ledger(self, assessment: Assessment) -> Ledger:
-        ids, is_all = self._table.ids, self._index.size == len(self._table)
+    def ledger(
+        self, assessment: Assessment, endings: tuple[tuple[Ending, ...], tuple[Ending, ...]]
+    ) -> Ledger:
+        table, ended = self._table, [item.request_id for part in endings for item in part]
+        is_all = self._index.size == len(table)
+        ids = tuple(table.ids) if is_all else tuple(table.ids[row] for row in self._index.tolist())
+        drop, cancel = endings
+        moves = [MOVE_CODE[Move.DROP]] * len(drop) + [MOVE_CODE[Move.CANCEL]] * len(cancel)
+        reasons = [REASON_CODE[_ENDINGS[item.reason]] for part in endings for item in part]
+        unknown = np.full(len(ended), np.nan)
         return Ledger(
-            ids=tuple(ids) if is_all else tuple([ids[row] for row in self._index.tolist()]),
-            moves=self._moves.tobytes(),
-            reasons=self.reasons.tobytes(),
-            scores=self._scores.astype(np.float64).tobytes(),
-            in_time=_packed(assessment.in_time_fraction),
-            slack_s=_packed(assessment.slack_s),
+            ids=(*ids, *ended) if ended else ids,
+            moves=self._moves.tobytes() + bytes(moves),
+            reasons=self.reasons.tobytes() + bytes(reasons),
+            scores=np.concatenate([self._scores, unknown]).tobytes(),
+            in_time=_packed(assessment.in_time_fraction, unknown),
+            slack_s=_packed(assessment.slack_s, unknown),
         )
 
 
-def _packed(values: Floats | None) -> bytes:
-    return b"" if values is None else values.astype(np.float32).tobytes()
+def _packed(values: Floats | None, more: Floats) -> bytes:
+    return b"" if values is None else np.concatenate([values, more]).astype(np.float32).tobytes()

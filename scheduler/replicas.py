@@ -19,14 +19,14 @@ from scheduler.config import SchedulerConfig
 from scheduler.estimates import Estimates, FrameContext
 from scheduler.lengths import LengthEstimates, OnlineClassLengths, equal_mass_points, refresh
 from scheduler.lifecycle import RequestState
-from scheduler.objective import GoodputObjective, built_in_objective
+from scheduler.objective import GoodputObjective, Guarded, built_in_objective
 from scheduler.plan import EngineCapacity
 from scheduler.policies import POLICIES, Policy
 from scheduler.policies.base import best_first, finite
 from scheduler.programs import Programs
 from scheduler.request import Request
 from scheduler.step_time import StepTimeModel
-from scheduler.table import Bools, Floats, Points, RequestTable
+from scheduler.table import Bools, Floats, Ints, Points, RequestTable
 from scheduler.tenants import Tenants
 
 LOOK_AHEAD = 16
@@ -60,6 +60,35 @@ class Assignment(msgspec.Struct, frozen=True):
     score: float
 
 
+class _Queue:
+    """One replica's dummies, priced, and the room that it has left."""
+
+    def __init__(
+        self, replica: int, rows: Ints, scores: Floats, need: Floats, capacity: EngineCapacity
+    ) -> None:
+        self.replica = replica
+        self.rows = rows
+        self.scores = scores
+        self._need = need
+        self._slots = capacity.free_slots
+        self._kv_tokens = capacity.free_kv_tokens
+
+    def head(self, is_free: Bools, serial: Ints, k: int) -> Ints:
+        """Places of the best dummies that are still free and fit, a few more than it takes."""
+        if self._slots < 1 or not self.scores.size:
+            return np.empty(0, dtype=np.int64)
+        among = is_free[self.rows] & (self._need <= self._kv_tokens)
+        return best_first(self.scores, serial[self.rows], self._slots * k + LOOK_AHEAD, among)
+
+    def take(self, place: int) -> bool:
+        """Bind the dummy at ``place`` if it fits."""
+        if self._slots < 1 or self._need[place] > self._kv_tokens:
+            return False
+        self._slots -= 1
+        self._kv_tokens -= int(self._need[place])
+        return True
+
+
 class PowerOfK:
     """The shared queue in front of the replicas. Pure: randomness and time are passed in."""
 
@@ -83,7 +112,7 @@ class PowerOfK:
         """
         if num_replicas < 1 or not 1 <= k <= num_replicas:
             raise ValueError(f"k must be between 1 and the {num_replicas} replicas, got {k}")
-        chosen = objective or built_in_objective(config.goodput)
+        chosen = Guarded(objective) if objective else built_in_objective(config.goodput)
         if chosen is None:
             raise ValueError(f"goodput: {config.goodput!r} needs an objective object")
         self._objective: GoodputObjective = chosen
@@ -173,53 +202,57 @@ class PowerOfK:
         Raises:
             IndexError: a replica that there is not.
         """
+        for replica in offers:
+            if not 0 <= replica < self.num_replicas:
+                raise IndexError(f"there is no replica {replica}")
         table = self._table
         stale = np.flatnonzero(table.is_stale[: len(table)])
         refresh(table, stale, self._config.length_quantile)
-        scores, rows, replicas = self._price(now_s, offers)
-        room = {
-            replica: [offer.capacity.free_slots, offer.capacity.free_kv_tokens]
-            for replica, offer in offers.items()
-        }
+        queues = [self._price(now_s, replica, offer) for replica, offer in sorted(offers.items())]
+        is_free = np.ones(len(table), dtype=np.bool_)
         bound: list[Assignment] = []
-        taken: set[int] = set()
-        # Ties go to whom arrived first, then to the replica with the lower number.
-        for place in np.lexsort((replicas, table.serial[rows], -scores)).tolist():
-            row, replica = int(rows[place]), int(replicas[place])
-            need = int(table.input_tokens[row]) + self._config.frame_steps
-            left = room[replica]
-            if row in taken or left[0] < 1 or left[1] < need:
-                continue
-            left[0] -= 1
-            left[1] -= need
-            taken.add(row)
-            bound.append(Assignment(table.ids[row], replica, float(scores[place])))
+        # Rounds: others may have taken what a replica looked at first.
+        while round_of := self._bind(queues, is_free):
+            bound += round_of
         for assignment in bound:
             self._remove(self._waiting.pop(assignment.request_id))
         return bound
 
-    def _price(
-        self, now_s: float, offers: Mapping[int, ReplicaOffer]
-    ) -> tuple[Floats, np.ndarray[tuple[int], np.dtype[np.int64]], Floats]:
-        """Scores of the best dummies of every replica, their rows and replicas."""
-        table, size = self._table, len(self._table)
-        scores: list[Floats] = [np.empty(0)]
-        rows = [np.empty(0, dtype=np.int64)]
-        replicas: list[Floats] = [np.empty(0)]
-        for replica, offer in sorted(offers.items()):
-            mine = np.flatnonzero(self._is_dummy[replica, :size])
-            if offer.capacity.free_slots < 1 or not mine.size:
-                continue
-            context = self._context(now_s, offer, int(mine.size))
+    def _bind(self, queues: list[_Queue], is_free: Bools) -> list[Assignment]:
+        """One round: the best of the best dummies of every replica that still has room."""
+        table = self._table
+        heads = [queue.head(is_free, table.serial, self._k) for queue in queues]
+        scores = np.concatenate(
+            [queue.scores[head] for queue, head in zip(queues, heads, strict=True)] or [np.empty(0)]
+        )
+        owner = np.repeat(np.arange(len(queues)), [head.size for head in heads])
+        places = np.concatenate([*heads, np.empty(0, dtype=np.int64)])
+        rows = np.array(
+            [queues[who].rows[place] for who, place in zip(owner, places, strict=True)],
+            dtype=np.int64,
+        )
+        bound: list[Assignment] = []
+        # Ties go to whom arrived first, then to the replica with the lower number.
+        for at in np.lexsort((owner, table.serial[rows], -scores)).tolist():
+            queue, row = queues[owner[at]], int(rows[at])
+            if is_free[row] and queue.take(int(places[at])):
+                is_free[row] = False
+                bound.append(Assignment(table.ids[row], queue.replica, float(scores[at])))
+        return bound
+
+    def _price(self, now_s: float, replica: int, offer: ReplicaOffer) -> _Queue:
+        """A replica's dummies at its own step times."""
+        table = self._table
+        mine = np.flatnonzero(self._is_dummy[replica, : len(table)])
+        ahead = np.minimum(table.max_output_tokens[mine], self._config.frame_steps)
+        need = np.minimum(table.input_tokens[mine] + ahead, offer.capacity.total_kv_tokens)
+        scores: Floats = np.empty(0)
+        if mine.size and offer.capacity.free_slots >= 1:
             policy = self._policies[replica]
+            context = self._context(now_s, offer, int(mine.size))
             estimates = Estimates(table.rows(mine), context, policy.traits.information)
-            priced = finite(policy.assess(estimates).scores)
-            most = offer.capacity.free_slots * self._k + LOOK_AHEAD
-            best = best_first(priced, table.serial[mine], most)
-            scores.append(priced[best])
-            rows.append(mine[best])
-            replicas.append(np.full(best.size, float(replica)))
-        return np.concatenate(scores), np.concatenate(rows), np.concatenate(replicas)
+            scores = finite(policy.assess(estimates).scores)
+        return _Queue(replica, mine, scores, need, offer.capacity)
 
     def _context(self, now_s: float, offer: ReplicaOffer, num_dummies: int) -> FrameContext:
         capacity = offer.capacity

@@ -58,7 +58,7 @@ class Request:
         self.input_tokens = min(max(input_tokens, 0), MAX_TOKENS)
         self.max_output_tokens = min(max(max_output_tokens, 0), MAX_TOKENS)
         self.is_pinned = is_pinned
-        """Once running it is never parked or preempted by choice (beam groups, sessions)."""
+        """Once running it keeps its place, with others like it up to a share of the batch."""
         self.is_urgent = is_urgent
         """Goes before everything (health checks)."""
         self.priority = priority

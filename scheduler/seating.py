@@ -16,6 +16,9 @@ from scheduler.plan import EngineCapacity, Reason
 from scheduler.policies.base import DisplaceRule, Traits, best_first
 from scheduler.table import PARKED, RUNNING, Bools, Floats, Ints
 
+MAX_FAILURES = 8
+"""So many better requests for whom no KV could be taken, and a frame stops trying."""
+
 
 class Room:
     """KV tokens and request slots left while a plan is being made."""
@@ -84,6 +87,7 @@ class Seater:
         capacity: EngineCapacity,
         config: SchedulerConfig,
         traits: Traits,
+        max_moves: int,
     ) -> None:
         self._candidates = candidates
         self._scores = candidates.scores
@@ -92,8 +96,11 @@ class Seater:
         self._capacity = capacity
         self._config = config
         self._traits = traits
-        self._room = Room(capacity.free_kv_tokens, capacity.free_slots)
-        self._moves_left = max(1, int(capacity.max_batch * config.max_moves_fraction))
+        self._moves_left = max_moves
+        self._room = Room(capacity.free_kv_tokens - self._growth_tokens(), capacity.free_slots)
+        self._holders: list[int] | None = None
+        self._preempted: set[int] = set()
+        self._failures = 0
         self._result = Seating()
 
     def additions(self, slots: int) -> Seating:
@@ -102,6 +109,8 @@ class Seater:
         result.chosen = self._worst_first(np.flatnonzero(self._state == RUNNING))[::-1]
         free = slots - len(result.chosen)
         is_blocked = False
+        for index in result.chosen:
+            result.reasons[index] = Reason.NOBODY_BETTER
         for index in self._blocked_first(ranked):
             if free <= 0:
                 break
@@ -125,10 +134,10 @@ class Seater:
             must + [index for index in group.tolist() if index not in taken][: size - len(must)]
         )
         for index in self._blocked_first(group_list):
-            if index not in result.preempt:
+            if index not in self._preempted:
                 self._seat(index)
         # One that comes first for having been blocked long may have taken a better one's KV.
-        result.chosen = [index for index in result.chosen if index not in result.preempt]
+        result.chosen = [index for index in result.chosen if index not in self._preempted]
         self._displace(size)
         self._fill(size)
         return self._never_idle()
@@ -164,7 +173,7 @@ class Seater:
             self._result.chosen.append(index)
             return
         need = self._kv_need(index)
-        if not self._room.fits(need):
+        if not self._room.fits(need) and self._failures < MAX_FAILURES:
             self._make_room(index, need)
         if self._room.take(need):
             self._result.chosen.append(index)
@@ -182,7 +191,7 @@ class Seater:
         outside = [
             index
             for index in self._worst_first(running)
-            if index not in chosen and index not in result.preempt
+            if index not in chosen and index not in self._preempted
         ]
         excess = max(len(result.chosen) + len(outside) - size, 0)
         most = min(excess, len(outside), max(self._moves_left, 0))
@@ -197,7 +206,10 @@ class Seater:
             result.reasons[index] = Reason.GIVES_PLACE if replaced else Reason.FEWER_EARN_MORE
         result.park = leaving
         gone = set(leaving)
-        result.chosen += [index for index in outside if index not in gone]
+        kept = [index for index in outside if index not in gone]
+        result.chosen += kept
+        for index in kept:
+            result.reasons[index] = Reason.NOBODY_BETTER
         if len(result.chosen) > size:
             self._shed(size)
 
@@ -269,28 +281,39 @@ class Seater:
         if rows.tbt_s[challenger] == 0:
             gain += float(rows.input_tokens[challenger])
         speed = context.batch_size / context.step_s
-        holders = np.flatnonzero(rows.holds_kv & ~self._candidates.is_pinned)
         victims: list[int] = []
         loss, freed = 0.0, 0
-        for victim in self._worst_first(holders):
-            if victim in self._result.preempt or victim in self._candidates.must_run:
+        for victim in self._movable_holders():
+            if victim in self._preempted or victim in self._candidates.must_run:
                 continue
             if not self._is_clearly_worse(victim, challenger):
-                continue
+                if self._traits.displace is DisplaceRule.BETTER_VALUE:
+                    continue
+                break
             tokens = int(self._context[victim])
             loss += self._stall_s(tokens) * speed
             if loss >= gain or len(victims) >= self._moves_left:
-                return
+                break
             victims.append(victim)
             freed += tokens
             if self._room.fits(need, freed, len(victims)):
-                break
-        if not victims or not self._room.fits(need, freed, len(victims)):
-            return
+                self._take_kv(victims)
+                return
+        self._failures += 1
+
+    def _take_kv(self, victims: list[int]) -> None:
         for victim in victims:
             self._room.give(int(self._context[victim]))
             self._result.preempt.append(victim)
+            self._preempted.add(victim)
         self._moves_left -= len(victims)
+
+    def _movable_holders(self) -> list[int]:
+        """KV holders, the worst first; sorted once a frame."""
+        if self._holders is None:
+            held = self._candidates.estimates.rows.holds_kv & ~self._candidates.is_pinned
+            self._holders = self._worst_first(np.flatnonzero(held))
+        return self._holders
 
     def _is_clearly_worse(self, victim: int, challenger: int) -> bool:
         margin = self._candidates.margin
@@ -316,9 +339,18 @@ class Seater:
 
     def _kv_need(self, index: int) -> int:
         """KV to have free before admitting: its context and the frame it is about to run."""
-        limit = self._candidates.estimates.rows.max_output_tokens[index]
-        ahead = min(self._config.frame_steps, limit)
+        ahead = min(self._frame_tokens, float(self._candidates.estimates.rows.room_tokens[index]))
         return min(int(self._context[index] + ahead), self._capacity.total_kv_tokens)
+
+    @property
+    def _frame_tokens(self) -> int:
+        return self._candidates.estimates.context.frame_tokens
+
+    def _growth_tokens(self) -> int:
+        """KV that those who run will fill before the frame ends."""
+        rows = self._candidates.estimates.rows
+        left = rows.room_tokens[self._state == RUNNING]
+        return int(np.minimum(left, self._frame_tokens).sum())
 
     def _blocked_first(self, ranked: list[int]) -> list[int]:
         """Those whose KV has not fitted for long come first: smaller ones must not starve them."""

@@ -128,9 +128,12 @@ class StepTimeModel:
         return self._coefficients[3] * tokens
 
     def pace_s(self, num_decodes: float, context_tokens: float) -> float:
-        """Expected seconds between two tokens of a request, with the prompts in between."""
+        """Expected seconds between two tokens of a request, with the prompts in between.
+
+        They count for as much as the step itself at most: a burst of prompts passes.
+        """
         step_s = self.step_s(num_decodes, context_tokens)
-        return step_s + num_decodes * self.prefill_s_per_decode
+        return step_s + min(num_decodes * self.prefill_s_per_decode, step_s)
 
     def prefill_s(self, tokens: float) -> float:
         """Expected seconds that prefilling ``tokens`` adds."""

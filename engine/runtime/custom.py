@@ -42,7 +42,10 @@ def load(config: SchedulerConfig) -> dict[str, Any]:
 def _objective(path: str) -> GoodputObjective:
     takes = "takes token, request, weights as 1:2, or a dotted path (package.module:name)"
     found = _find("goodput", path, takes)
-    objective: GoodputObjective = found() if isinstance(found, type) else found
+    try:
+        objective: GoodputObjective = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise CustomError("goodput", f"{path!r} cannot be made: {error}") from error
     sample = np.array([10.0, 200.0])
     for method in ("answer_value", "stream_value"):
         _try_out(

@@ -36,7 +36,7 @@ from engine.runtime.settings import (
 from engine.runtime.step_timer import StepTimer
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
-from scheduler.plan import EngineCapacity, FramePlan
+from scheduler.plan import EngineCapacity, FramePlan, PlanKind
 from scheduler.policies import POLICIES
 from scheduler.step_time import StepObservation
 
@@ -85,6 +85,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         """How many the last plan lets run together; None before the first."""
         self._was_prefill = False
         self._abort_only: str | None = None
+        self._may_have_vanished = False
         self._is_window_open = False
         """The waiting queue is cut down to what is admitted: it does not show every request."""
         self._steps_since_forced_move = 0
@@ -168,6 +169,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         """
         if self._is_window_open:
             return
+        self._may_have_vanished = False
         reqs = list(self._present_reqs()) + ([] if running_batch is None else running_batch.reqs)
         present = {getattr(req, "frame_key", None) for req in reqs}
         for key in [key for key in self._reqs if key not in present]:
@@ -222,9 +224,13 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             running_batch = self._resume_the_ending(running_batch)
         in_flight = self._just_prefilled()
         moved: set[str] = set()
+        if self._may_have_vanished:
+            self._forget_vanished(running_batch)
         plan = self._frames.tick(now_s, self._capacity())
         if plan is not None:
-            self._forget_vanished(running_batch)
+            if plan.kind is PlanKind.FRAME:
+                # SGLang ends requests on paths of its own: time-outs, prompts that never fit.
+                self._forget_vanished(running_batch)
             running_batch = self._carry_out(plan, running_batch, in_flight, moved)
         if self._force_moves_every:
             running_batch = self._force_moves(running_batch, in_flight, moved)
@@ -237,7 +243,17 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         next_plan = self._prefill(running_batch, moved, now_s)
         self._was_prefill = next_plan.batch_to_run is not None
+        if next_plan.batch_to_run is None and next_plan.running_batch.is_empty():
+            # What was to run cannot start now; who rests must not wait for it.
+            next_plan.running_batch = self._resume_best(next_plan.running_batch)
         return next_plan
+
+    def _resume_best(self, running_batch: ScheduleBatch) -> ScheduleBatch:
+        """As many parked requests as may run, those last to give up their KV first."""
+        if self._parked is None:
+            return running_batch
+        order = self._frames.victims(self._now_s(), self._capacity())
+        return self._resume(tuple(reversed(order)), running_batch)
 
     def _admit_ready_grammars(self) -> None:
         """Queue the requests whose grammar is compiled, before the plan is made.
@@ -371,15 +387,10 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self, running_batch: ScheduleBatch, moved: set[str], now_s: float
     ) -> NextBatchPlan:
         """Let SGLang prefill what the plan admits, in its order, as far as there is room."""
-        rank = {key: position for position, key in enumerate(self._admissions)}
         room = self._places(running_batch) - (self.chunked_req is not None)
-        admitted = [
-            req
-            for req in self.waiting_queue
-            if req.frame_key in rank and req.frame_key not in moved
-        ]
-        admitted.sort(key=lambda req: rank[req.frame_key])
-        admitted = admitted[: max(room, 0)]
+        admitted = self._admissible(moved)[:room] if room > 0 else []
+        if not admitted and self.chunked_req is None:
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         chosen = {id(req) for req in admitted}
         held = [req for req in self.waiting_queue if id(req) not in chosen]
         self.waiting_queue = admitted
@@ -395,6 +406,19 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
                 if record is not None and not record.holds_kv:
                     self._frames.started(req.frame_key, now_s)
         return next_plan
+
+    def _admissible(self, moved: set[str]) -> list[Req]:
+        """Requests that the plan admits and that wait, in its order."""
+        admitted = []
+        for key in self._admissions:
+            record = self._frames.get(key)
+            if record is not None and not record.holds_kv and key not in moved:
+                admitted.append(self._reqs[key])
+        if not admitted:
+            return admitted
+        # One that SGLang has ended meanwhile must not come back.
+        waiting = {id(req) for req in self.waiting_queue}
+        return [req for req in admitted if id(req) in waiting]
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         """Under KV pressure give up the KV that the policy values least, parked first."""
@@ -443,7 +467,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         else:
             with self._only_waiting_with(recv_req.rid):
                 super().abort_request(recv_req)
-        self._forget_vanished()
+        # Looked for before the next plan, once for all aborts that came together.
+        self._may_have_vanished = True
 
     @contextlib.contextmanager
     def _only_waiting_with(self, rid: str) -> Iterator[None]:
@@ -483,10 +508,10 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     @contextlib.contextmanager
     def _only_fresh_requests_waiting(self) -> Iterator[None]:
         """Hide preempted requests from limits that are meant for those never started."""
-        started = [req for req in self.waiting_queue if req.retraction_count]
-        if not started:
+        if not self._frames.count(RequestState.PREEMPTED):
             yield
             return
+        started = [req for req in self.waiting_queue if req.retraction_count]
         self.waiting_queue = [req for req in self.waiting_queue if not req.retraction_count]
         try:
             yield

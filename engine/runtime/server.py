@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 CPU_RUNNING_REQUESTS = 32
+CLIP_VARIABLE = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 
 
 def _prepare(args: Any, settings: Settings) -> Settings:
@@ -64,6 +65,11 @@ def _prepare(args: Any, settings: Settings) -> Settings:
 
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false"):
         raise UsageError("SGLANG_RUST_SERVER is not supported: our API is in the Python server")
+    if not settings.is_stock:
+        # SGLang keeps KV free for up to 4096 tokens of each answer before it admits a prompt, and
+        # stops at the first that does not fit. Our plan counts a frame ahead and takes KV back
+        # where it must; the two have to agree, or what is planned never starts.
+        os.environ.setdefault(CLIP_VARIABLE, str(settings.scheduler.frame_steps))
     running = args.max_running_requests
     if not torch.cuda.is_available():
         _check_cpu_flags(args)

@@ -41,8 +41,6 @@ class Traits:
     prefill: PrefillRule = PrefillRule.BOUNDED_PAUSE
     is_just_in_time: bool = False
     """Requests get the tokens that they need in a frame; then others have a turn."""
-    takes_kv: bool = True
-    """May preempt a worse request for KV (through the cost gate); only if it displaces."""
     is_starvation_free: bool = False
     """A request passed over for ``starvation_frames`` goes first."""
     blends_fairness: bool = False
@@ -92,7 +90,9 @@ class Policy(Protocol):
         """Score every row."""
         ...
 
-    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+    def group(
+        self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
+    ) -> Ints:
         """Whom to run, best first: at most ``slots`` of ``ranked``.
 
         Args:
@@ -100,6 +100,7 @@ class Policy(Protocol):
             scores: of all rows, finite, with what the manager adds to them.
             estimates: of all rows.
             slots: places in the batch, at least 1.
+            beside: indices of those that run in any case.
         """
         ...
 

@@ -83,7 +83,8 @@ class Gmax:
         if self._parts.has_gmax:
             scores = self._score(estimates, expected, value, plain)
         else:
-            scores = plain / np.maximum(estimates.mean_tokens, 1.0)
+            average = estimates.context.average_tokens
+            scores = plain * average / np.maximum(estimates.mean_tokens, 1.0)
             scores[late] *= EXPIRED_WEIGHT
         scores = scores + STARVATION_PER_FRAME * plain * estimates.rows.frames_waited
         return Assessment(scores, value, expected.in_time_fraction, expected.slack_s)
@@ -104,10 +105,12 @@ class Gmax:
         urgency: Floats = (1.0 + slack_s / SLACK_SCALE_S) ** -URGENCY_POWER
         return urgency
 
-    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+    def group(
+        self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
+    ) -> Ints:
         size = min(slots, len(ranked))
         if self._parts.has_adaptive_batch:
-            size = self._choose_size(ranked[:slots], estimates, slots)
+            size = self._choose_size(ranked[:slots], estimates, slots, beside)
         if not self._parts.has_grouping or self.tuner is None:
             return ranked[:size]
         return best_window(
@@ -120,8 +123,9 @@ class Gmax:
             step_time=estimates.context.step_time,
         )
 
-    def _choose_size(self, top: Ints, estimates: Estimates, slots: int) -> int:
+    def _choose_size(self, top: Ints, estimates: Estimates, slots: int, beside: Ints) -> int:
         near = estimates.take(top)
+        beside_tokens = float(estimates.rows.context_tokens[beside].sum())
         weight = np.where(near.has_slo, 1.0, BEST_EFFORT_WEIGHT)
         weight /= near.mean_tokens + near.rows.generated_tokens
 
@@ -134,7 +138,11 @@ class Gmax:
             return float(value[:size].sum())
 
         self._batch_size = best_batch_size(
-            earned, near, slots=slots, current=self._batch_size or len(top)
+            earned,
+            near,
+            slots=slots,
+            current=self._batch_size or len(top),
+            beside=(beside.size, beside_tokens),
         )
         return self._batch_size
 
@@ -156,7 +164,7 @@ class PaperGmax:
         "Where the text leaves it open: a stream's goodput is its tokens that can still be in "
         "time; what cannot make its deadline is put last, not out; a compound's goodput is the "
         "whole program's and its t_gen that of its longest live call; p is explored as in "
-        "scheduler/cutoff.py"
+        "scheduler/cutoff.py, among the best 8 requests per place"
     )
 
     def __init__(self, information: Information = Information.FORECAST) -> None:
@@ -184,7 +192,9 @@ class PaperGmax:
         scores = (goodput + delta * rows.frames_waited) / np.maximum(generation_s, 1e-9)
         return Assessment(scores, goodput, expected.in_time_fraction, expected.slack_s)
 
-    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+    def group(
+        self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
+    ) -> Ints:
         return best_window(
             ranked,
             scores,

@@ -22,7 +22,12 @@ batch only wastes steps (2 % of the goodput at 0.9 times capacity)."""
 
 
 def best_batch_size(
-    earned: Callable[[int, float], float], near: Estimates, *, slots: int, current: int
+    earned: Callable[[int, float], float],
+    near: Estimates,
+    *,
+    slots: int,
+    current: int,
+    beside: tuple[int, float] = (0, 0.0),
 ) -> int:
     """The number of requests to run that earns the most.
 
@@ -34,6 +39,7 @@ def best_batch_size(
         near: estimates of the best ranked requests, best first.
         slots: places in the batch.
         current: the size chosen last.
+        beside: how many run in any case, and their context tokens.
     """
     most = min(slots, near.rows.size)
     if most <= 1:
@@ -43,7 +49,9 @@ def best_batch_size(
     best, best_worth = most, -1.0
     # From the largest: of equal ones the one that serves more.
     for size in reversed(_sizes(most, current)):
-        step_s = near.context.step_time.pace_s(size, float(context_tokens[size - 1]))
+        step_s = near.context.step_time.pace_s(
+            beside[0] + size, beside[1] + float(context_tokens[size - 1])
+        )
         worth = earned(size, step_s) / step_s**power
         if size == current:
             worth *= _KEEP

@@ -21,7 +21,9 @@ class _TopOfOrder:
 
     tuner: CutoffTuner | None = None
 
-    def group(self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int) -> Ints:
+    def group(
+        self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
+    ) -> Ints:
         return ranked[:slots]
 
 
@@ -59,7 +61,7 @@ class EarliestDeadlineFirst(_TopOfOrder):
     traits = Traits()
 
     def assess(self, estimates: Estimates) -> Assessment:
-        return _order(estimates.context.now_s - estimates.rows.due_s)
+        return _order(estimates.context.now_s - estimates.rows.due_s, is_strict=True)
 
 
 class ShortestJobFirst(_TopOfOrder):

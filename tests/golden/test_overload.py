@@ -41,15 +41,15 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 23231,
-    "gmax-oracle": 24620,
-    "gmax-no-analyzer": 22228,
-    "gmax-no-gmax": 7954,
-    "gmax-no-grouping": 23231,
-    "gmax-no-jit": 23919,
-    "gmax-no-adaptive-batch": 23123,
-    "gmax-paper": 20813,
-    "gmax-paper-oracle": 24713,
+    "gmax": 23396,
+    "gmax-oracle": 24851,
+    "gmax-no-analyzer": 23034,
+    "gmax-no-gmax": 16715,
+    "gmax-no-grouping": 23396,
+    "gmax-no-jit": 24177,
+    "gmax-no-adaptive-batch": 23396,
+    "gmax-paper": 20687,
+    "gmax-paper-oracle": 24735,
     "fcfs": 7123,
     "sarathi": 7123,
     "priority": 7123,
@@ -58,8 +58,8 @@ EXPECTED = {
     "ltr": 16935,
     "ltr+cancel": 17716,
     "plas": 8537,
-    "edf": 8983,
-    "edf+cancel": 19429,
+    "edf": 8985,
+    "edf+cancel": 19424,
 }
 BASELINES = ("gmax-paper", "fcfs", "edf", "sjf", "ltr", "plas", "edf+cancel", "ltr+cancel")
 

@@ -19,7 +19,7 @@ from engine.runtime.flags import (
 )
 from engine.runtime.settings import Settings, SloConfig
 from scheduler.config import SchedulerConfig
-from scheduler.policies import POLICIES
+from scheduler.policies import CANCEL_SUFFIX, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +68,134 @@ def test_each_flag_reaches_its_setting() -> None:
     assert settings.scheduler == SchedulerConfig(
         policy="edf", frame_steps=8, frame_s=0.25, length_quantile=0.5, max_decode_pause_s=0.1
     )
+
+
+def test_goodput_and_fairness_reach_their_settings() -> None:
+    settings = settings_of(
+        *("--goodput", "1:2", "--fairness", "0.25", "--fairness-function", "numpy:negative"),
+    )
+    assert settings.scheduler == SchedulerConfig(
+        goodput="1:2", fairness=0.25, fairness_function="numpy:negative"
+    )
+
+
+@pytest.mark.parametrize("goodput", ["token", "request", "0.5:0"])
+@pytest.mark.parametrize("fairness", ["0", "1", "1e-3"])
+def test_every_built_in_objective_and_every_share_of_fairness_is_taken(
+    goodput: str, fairness: str
+) -> None:
+    scheduler = settings_of("--goodput", goodput, "--fairness", fairness).scheduler
+    assert (scheduler.goodput, scheduler.fairness) == (goodput, float(fairness))
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name.endswith(CANCEL_SUFFIX)])
+def test_every_cancelling_policy_is_taken_by_its_name(policy: str) -> None:
+    settings = settings_of("--policy", policy)
+    assert (settings.policy, settings.scheduler.policy) == (policy, policy)
+    assert not settings.is_stock
+
+
+@pytest.mark.parametrize("name", ["sglang+cancel", "+cancel", "gmax+", "gmax+cancel+cancel"])
+def test_only_our_policies_have_a_cancelling_variant(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        settings_of("--policy", name)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"invalid choice: {name!r}" in line
+
+
+def test_the_help_names_every_plain_policy_and_the_suffix_that_cancels() -> None:
+    action = next(item for item in parser()._actions if "--policy" in item.option_strings)
+    assert action.help is not None
+    plain = [name for name in POLICIES if not name.endswith(CANCEL_SUFFIX)]
+    assert all(name in action.help for name in [*plain, CANCEL_SUFFIX, "sglang"])
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the operator's own, by its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "flags_own_prices.py").write_text(
+        "class Prices:\n"
+        "    def answer_value(self, a, b): return a\n"
+        "    def stream_value(self, a, b): return a\n\n"
+        "class NeedsPrices(Prices):\n"
+        "    def __init__(self, prices): ...\n\n"
+        "def broken(service): return service[:1]\n"
+    )
+    return "flags_own_prices"
+
+
+def test_an_objective_of_the_operators_own_is_taken_by_its_path(own_module: str) -> None:
+    settings = settings_of("--goodput", f"{own_module}:Prices")
+    assert settings.scheduler.goodput == f"{own_module}:Prices"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        (
+            "--goodput",
+            "tokens",
+            "takes token, request, weights as 1:2, or a dotted path (package.module:name), "
+            "got 'tokens'",
+        ),
+        (
+            "--goodput",
+            "0:0",
+            "weights must be 0 or more and not both 0, and at most a million, got '0:0'",
+        ),
+        ("--goodput", "math:pi", "'math:pi' has no answer_value(a, b)"),
+        (
+            "--goodput",
+            "no_such_package:mine",
+            "'no_such_package:mine' cannot be loaded: No module named 'no_such_package'",
+        ),
+        (
+            "--fairness-function",
+            "share",
+            "takes a dotted path (package.module:name), got 'share'",
+        ),
+        ("--fairness-function", "math:pi", "'math:pi' has no function(service)"),
+        (
+            "--fairness-function",
+            "flags_own_prices:broken",
+            "'flags_own_prices:broken': function(service) gives shape (1,), "
+            "not that of its arguments",
+        ),
+        ("--fairness", "1.5", "must be between 0 and 1"),
+        ("--fairness", "-0.1", "must be between 0 and 1"),
+        ("--fairness", "nan", "must be between 0 and 1"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_an_objective_or_a_fairness_that_cannot_work_is_refused_by_the_name_of_its_flag(
+    flag: str, value: str, complaint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_of(f"{flag}={value}")
+    assert str(caught.value) == f"{flag} {complaint}"
+
+
+def test_a_class_that_no_object_can_be_made_of_is_refused_by_the_name_of_the_flag(
+    own_module: str,
+) -> None:
+    with pytest.raises(UsageError, match=r"^--goodput 'flags_own_prices:NeedsPrices'"):
+        settings_of("--goodput", f"{own_module}:NeedsPrices")
+
+
+def test_goodput_and_fairness_survive_the_environment(
+    own_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.runtime import settings as module
+
+    sent = settings_of(
+        *("--goodput", f"{own_module}:Prices", "--fairness", "0.5", "--policy", "edf+cancel")
+    )
+    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, "placeholder, restored afterwards")
+    sent.to_environment()
+    assert module.from_environment() == sent
 
 
 def test_stock_scheduling_is_a_policy_by_name_and_not_one_of_ours() -> None:

@@ -26,7 +26,7 @@ from scheduler.frame import (
 from scheduler.lifecycle import RequestState, TransitionError
 from scheduler.plan import Ending, EngineCapacity, Move, PlanKind
 from scheduler.policies import CANCEL_SUFFIX, POLICIES
-from scheduler.step_time import StepObservation
+from scheduler.step_time import StepObservation, StepTimeModel
 
 PLAIN = [name for name in POLICIES if not name.endswith(CANCEL_SUFFIX)]
 every_policy = pytest.mark.parametrize("policy", PLAIN)
@@ -155,10 +155,11 @@ def test_a_stream_whose_first_token_is_at_risk_does_not_wait_for_the_frame_to_en
     engine = running_engine("loose")
     engine.arrive("stream", LatencySlo(0.5, 0.2))
     engine.clock.advance(0.05)
+    engine.decode_steps(9)
     assert engine.tick() is None
-    engine.decode_steps(4)
+    engine.decode_steps(1)  # a fifth of the frame's fifty
     plan = engine.plan()
-    assert plan.kind is PlanKind.FRAME
+    assert plan.kind is PlanKind.EARLY
     assert (plan.park, plan.admit) == (("loose",), ("stream",))
 
 
@@ -194,20 +195,48 @@ def test_a_frame_boundary_displaces_for_a_request_that_is_clearly_better() -> No
     assert plan.preempt == ()
 
 
+def by_length(**lengths: int) -> Engine:
+    """Those of that many tokens run, under a policy whose score is one over the length."""
+    engine = Engine("gmax-no-gmax", max_batch=len(lengths), step_time=StepTimeModel.known(0.01))
+    for name, tokens in lengths.items():
+        arrive_with(engine, name, tokens)
+    engine.plan()
+    return engine
+
+
+def arrive_with(engine: Engine, name: str, tokens: int) -> None:
+    engine.arrive(name, DeadlineSlo(1000), max_output_tokens=1000)
+    engine.frames.forecast(name, [tokens])
+
+
 def test_within_the_margin_nobody_is_displaced() -> None:
-    engine = running_engine("a", "b", due_s=100.0)
-    # After a second those that run are due in 99 s; with a margin of a tenth, like in 89.1 s.
-    engine.arrive("newcomer", DeadlineSlo(1 + 89.5))
+    engine = by_length(a=100, b=110)
+    # With a margin of a tenth those that run count like 91 and 100 tokens.
+    arrive_with(engine, "newcomer", 101)
     assert engine.next_frame().park == ()
-    engine.arrive("better newcomer", DeadlineSlo(1 + 87.5))
+    arrive_with(engine, "better newcomer", 80)
     assert engine.next_frame().park == ("b",)
 
 
 @pytest.mark.parametrize(("margin", "is_displaced"), [(0.0, True), (0.5, False)])
 def test_the_margin_is_as_configured(margin: float, is_displaced: bool) -> None:
-    engine = running_engine("a", due_s=100.0, displace_margin=margin)
-    engine.arrive("newcomer", DeadlineSlo(80))
+    engine = Engine("gmax-no-gmax", max_batch=1, displace_margin=margin)
+    arrive_with(engine, "a", 100)
+    engine.plan()
+    arrive_with(engine, "newcomer", 80)
     assert (engine.next_frame().park == ("a",)) is is_displaced
+
+
+@pytest.mark.parametrize("policy", ["edf", "ltr", "plas", "priority"])
+def test_a_strict_order_has_no_margin(policy: str) -> None:
+    engine = Engine(policy, max_batch=1)
+    engine.arrive("a", CompoundSlo(100, "served"), priority=1)
+    engine.frames.forecast("a", [100])
+    engine.plan()
+    engine.frames.progressed("a", 600)
+    engine.arrive("newcomer", DeadlineSlo(98.5), priority=2)
+    engine.frames.forecast("newcomer", [99])
+    assert engine.next_frame().park == ("a",)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf"])
@@ -377,12 +406,14 @@ def test_a_better_request_without_kv_preempts_the_worst_that_is_outside_the_batc
 
 
 def test_the_margin_also_protects_kv_from_being_taken() -> None:
-    def preempted(challenger_due_s: float) -> tuple[str, ...]:
-        engine = Engine(max_batch=1, total_kv=1000, frame_steps=10)
-        engine.arrive("parked", DeadlineSlo(100), input_tokens=600)
+    def preempted(challenger_tokens: int) -> tuple[str, ...]:
+        engine = Engine("gmax-no-gmax", max_batch=1, total_kv=1000, frame_steps=10)
+        engine.arrive("parked", DeadlineSlo(1000), input_tokens=600, max_output_tokens=1000)
+        engine.frames.forecast("parked", [100])
         engine.plan()
         engine.frames.parked("parked")
-        engine.arrive("challenger", DeadlineSlo(challenger_due_s), input_tokens=600)
+        engine.arrive("challenger", DeadlineSlo(1000), input_tokens=600, max_output_tokens=1000)
+        engine.frames.forecast("challenger", [challenger_tokens])
         return engine.next_frame().preempt
 
     assert preempted(95) == ()

@@ -89,8 +89,8 @@ def test_the_line_is_in_the_order_of_the_ranking() -> None:
 
 @pytest.mark.parametrize(
     "slo",
-    [BEST_EFFORT, LatencySlo(2.0, STEP_S), DeadlineSlo(1000.0), DeadlineSlo(-0.5)],
-    ids=["best effort", "stream with time to spare", "loose deadline", "deadline long passed"],
+    [BEST_EFFORT, LatencySlo(2.0, STEP_S), DeadlineSlo(1000.0)],
+    ids=["best effort", "stream with time to spare", "loose deadline"],
 )
 def test_who_does_not_fall_behind_before_the_frame_ends_is_not_in_line(slo: Any) -> None:
     engine = jit_engine()
@@ -99,6 +99,16 @@ def test_who_does_not_fall_behind_before_the_frame_ends_is_not_in_line(slo: Any)
     plan = engine.plan()
     assert (plan.admit, plan.line) == (("a",), ())
     assert plan.tokens == {"a": 3}
+
+
+def test_what_can_no_longer_make_its_deadline_is_not_in_line() -> None:
+    engine = jit_engine(max_batch=2)
+    engine.arrive("a", needing(3))
+    engine.arrive("b", needing(3))
+    engine.arrive("late", DeadlineSlo(-0.125))
+    engine.frames.forecast("late", [8.0])  # an eighth of a second, and the frame has room for it
+    plan = engine.plan()
+    assert (plan.admit, plan.line) == (("a", "b"), ())
 
 
 def test_the_line_gets_no_more_than_the_frame_has_left() -> None:
@@ -213,7 +223,7 @@ def test_only_as_many_give_way_as_have_their_tokens_and_the_rest_of_the_line_sta
     engine = jit_engine(max_batch=2, max_moves_fraction=1.0)
     engine.arrive("needs 12", needing(12))
     engine.arrive("needs 8", needing(8))
-    engine.arrive("c", needing(3))
+    engine.arrive("c", needing(5))
     engine.arrive("d", needing(2))
     assert engine.plan().line == ("c", "d")
     plan = turn_after(engine, TURN_STEPS)
@@ -293,6 +303,22 @@ def test_what_the_engine_has_not_begun_yet_keeps_its_place_through_a_turn() -> N
     assert len(plan.run) + len(plan.admit) + len(plan.resume) <= plan.num_run
 
 
+def test_nobody_gives_way_to_one_of_the_line_that_has_a_free_place_already() -> None:
+    engine = jit_engine(max_batch=2)
+    engine.arrive("a", needing(4))
+    engine.arrive("b", needing(4))
+    engine.arrive("long prompt", needing(2))
+    assert engine.plan().line == ("long prompt",)
+    decode(engine, 2)
+    engine.finish("a")
+    backfill = engine.frames.tick(engine.clock.now_s(), engine.capacity())
+    assert backfill is not None
+    assert (backfill.run, backfill.admit, backfill.num_run) == (("b",), ("long prompt",), 2)
+    decode(engine, TURN_STEPS)
+    plan = engine.frames.tick(engine.clock.now_s(), engine.capacity())
+    assert plan is None or plan.park == ()
+
+
 def test_a_turn_explains_itself() -> None:
     engine = jit_engine(max_batch=2)
     engine.arrive("needs 12", needing(12))
@@ -320,8 +346,6 @@ def test_who_is_not_just_in_time_has_no_turns(policy: str) -> None:
     assert_runs_through(engine)
 
 
-# DEFECT: FrameManager.use_policy leaves the line of the frame standing, so that whoever runs is
-# parked inside the frame by a turn of the policy that is no longer in charge.
 @pytest.mark.parametrize("policy", ["fcfs", "gmax-no-jit"])
 def test_under_another_policy_nobody_gives_way_before_the_next_boundary(policy: str) -> None:
     engine = jit_engine()
@@ -332,8 +356,6 @@ def test_under_another_policy_nobody_gives_way_before_the_next_boundary(policy: 
     assert_runs_through(engine)
 
 
-# DEFECT: the KV that a frame keeps for its line is not kept from those that backfill the frame,
-# and a turn does not look at it again: it parks one that runs for one that cannot be admitted.
 def test_a_turn_admits_nobody_whose_kv_does_not_fit_any_more() -> None:
     engine = jit_engine(max_batch=2, total_kv=1000)
     engine.arrive("a", needing(8), input_tokens=300)
@@ -481,8 +503,6 @@ def test_the_engine_has_the_last_word_on_how_many_run(max_batch: int) -> None:
     assert len(plan.admit) <= plan.num_run <= max_batch
 
 
-# DEFECT: num_run is "at most max_batch", but where max_batch has shrunk below those that run by
-# more than a frame may move it is as many as run.
 def test_an_engine_that_shrank_is_not_told_to_run_more_than_it_can() -> None:
     engine = Engine("gmax", max_batch=4)
     for name in "abcd":

@@ -86,7 +86,7 @@ def test_nobody_is_a_queue_too(name: str) -> None:
 def test_the_top_of_the_order_runs(name: str) -> None:
     estimates = estimates_of(*[Ask()] * 4)
     ranked = np.array([2, 0, 3, 1])
-    found = ORDERS[name]().group(ranked, floats(1, 1, 1, 1), estimates, 3)
+    found = ORDERS[name]().group(ranked, floats(1, 1, 1, 1), estimates, 3, ranked[:0])
     assert found.tolist() == [2, 0, 3]
 
 

@@ -124,7 +124,7 @@ def test_many_programs_keep_their_own_columns() -> None:
     assert programs.column("service").tolist() == list(range(100))
 
 
-# What is expected ---------------------------------------------------------------------------------
+# What is expected --------------------------------------------------------------------------------
 
 
 def test_an_outlook_is_what_the_last_match_says() -> None:
@@ -204,3 +204,62 @@ def test_programs_are_bounded_by_the_live_ones_and_the_idle_that_are_kept(
         assert len(live) <= len(programs) <= len(live) + max_idle
         assert len({calls[0] for calls in live.values()}) == len(live)
         assert all(len(set(calls)) == 1 for calls in live.values())
+
+
+# Stages still to come -----------------------------------------------------------------------------
+
+
+def closed_program(programs: Programs, name: str, num_stages: int, allowance_s: float) -> None:
+    """A program of so many stages, given so much time, whose last call said so."""
+    for stage in range(num_stages):
+        index = programs.join(
+            "t", name, is_final=stage == num_stages - 1, allowance_s=allowance_s - stage
+        )
+        programs.leave(index, input_tokens=1, output_tokens=1)
+
+
+def test_before_any_program_has_closed_nothing_is_expected_to_come() -> None:
+    programs = Programs()
+    programs.join("t", "open", is_final=False, allowance_s=60)
+    assert programs.stages_to_come.tolist() == [0]
+
+
+def test_stages_are_in_proportion_to_the_time_that_a_program_is_given() -> None:
+    programs = Programs()
+    closed_program(programs, "closed", num_stages=4, allowance_s=80)  # a stage in 20 s
+    index = programs.join("t", "open", is_final=False, allowance_s=100)
+    assert programs.stages_to_come[index] == pytest.approx(5 - 1)
+
+
+def test_a_program_that_is_open_has_at_least_one_stage_to_come() -> None:
+    programs = Programs()
+    closed_program(programs, "closed", num_stages=1, allowance_s=80)
+    index = programs.join("t", "open", is_final=False, allowance_s=20)
+    assert programs.stages_to_come[index] == 1
+
+
+def test_after_the_final_call_or_a_pattern_match_nothing_more_is_guessed() -> None:
+    programs = Programs()
+    closed_program(programs, "closed", num_stages=4, allowance_s=80)
+    final = programs.join("t", "final", is_final=True, allowance_s=100)
+    matched = programs.join("t", "matched", is_final=False, allowance_s=100)
+    programs.expect("t", "matched", ProgramOutlook(future_output_tokens=7))
+    assert programs.stages_to_come[[final, matched]].tolist() == [0, 0]
+
+
+def test_calls_that_run_together_are_one_stage() -> None:
+    programs = Programs()
+    first = programs.join("t", "p", is_final=False)
+    programs.join("t", "p", is_final=False)
+    assert programs.column("stages")[first] == 1
+    for _ in range(2):
+        programs.leave(first, input_tokens=1, output_tokens=1)
+    programs.join("t", "p", is_final=False)
+    assert programs.column("stages")[first] == 2
+
+
+def test_a_program_without_a_deadline_teaches_nothing() -> None:
+    programs = Programs()
+    closed_program(programs, "closed", num_stages=4, allowance_s=math.inf)
+    programs.join("t", "open", is_final=False, allowance_s=60)
+    assert programs.stages_to_come.max() == 0

@@ -155,3 +155,13 @@ def test_predictions_are_finite_and_positive_whatever_was_observed(
     assert math.isfinite(model.prefill_s(10**8))
     assert model.prefill_s(10**8) >= 0
     assert all(value >= 0 for value in model.coefficients)
+
+
+def test_the_pace_counts_the_prompts_that_come_in_between() -> None:
+    model = StepTimeModel.known(0.01, 0.001, prefill_s=1e-4)
+    assert model.pace_s(10, 0) == pytest.approx(0.02)
+    for _ in range(2000):
+        model.observe(StepObservation(0.02 + 1e-4 * 50, 10, 0, 50))
+    # 5 prompt tokens per decoded token: half a millisecond for each of the ten.
+    assert model.prefill_s_per_decode == pytest.approx(5e-4, rel=0.05)
+    assert model.pace_s(10, 0) == pytest.approx(0.025, rel=0.05)
