@@ -129,6 +129,13 @@ class Engine:
             for request in running:
                 self.frames.progressed(request.request_id, request.generated_tokens + 1)
 
+    def finish_all(self) -> None:
+        """Whatever lives finishes, once it has started."""
+        for request in list(self.frames.live()):
+            if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
+                self.run(request.request_id)
+            self.finish(request.request_id)
+
     def finish(self, name: str) -> None:
         self.frames.ended(name, RequestState.FINISHED)
 
