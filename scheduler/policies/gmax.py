@@ -101,9 +101,13 @@ class Gmax:
     def _urgency(self, estimates: Estimates, expected: Expected) -> Floats:
         if not self._parts.has_jit:
             return np.ones(estimates.rows.size)
-        slack_s = np.where(estimates.has_slo, np.maximum(expected.slack_s, 0.0), 0.0)
+        has_slo = estimates.has_slo
+        slack_s = np.where(has_slo, np.maximum(expected.slack_s, 0.0), 0.0)
         urgency: Floats = (1.0 + slack_s / SLACK_SCALE_S) ** -URGENCY_POWER
-        return urgency
+        # Whoever has more slack than all the work there is would take loses nothing by waiting.
+        work_s = float(estimates.engine_s[has_slo & ~estimates.is_expired].sum())
+        most_s = max(work_s, SLACK_SCALE_S)
+        return urgency * np.minimum(1.0, most_s / np.maximum(slack_s, most_s))
 
     def group(
         self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
