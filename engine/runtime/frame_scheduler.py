@@ -319,6 +319,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
                 # Its last step may be in flight: SGLang drops that result only until the
                 # request is prefilled again, so not in this same step.
                 moved.add(req.frame_key)
+        if self._parked is not None and self._parked.is_empty():
+            self._parked = None
 
     def _park(self, keys: set[str], running_batch: ScheduleBatch) -> None:
         indices = batches.indices_where(
