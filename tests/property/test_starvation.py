@@ -27,7 +27,7 @@ def test_every_variant_of_gmax_has_the_bound() -> None:
     better=st.sampled_from([DeadlineSlo(1.0), LatencySlo(0.5, 0.02)]),
     input_tokens=st.integers(1, 2000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_oldest_passed_over_starts_within_the_bound(
     policy: str, slo: Slo, num_passed_over: int, better: Slo, input_tokens: int
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from rows import Ask, estimates_of, floats
 
@@ -18,7 +20,6 @@ from scheduler.plan import EngineCapacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 GOOD_METHODS = """
     def answer_value(self, input_tokens, output_tokens):
@@ -320,3 +321,17 @@ def test_what_is_loaded_is_what_the_frame_manager_takes(module: Callable[[str], 
 def test_an_error_of_both_names_the_first_and_a_config_is_never_half_loaded() -> None:
     assert refused(goodput="nowhere", fairness_function="nowhere").setting == "goodput"
     assert refused(goodput="token", fairness_function="nowhere").setting == "fairness_function"
+
+
+def test_the_example_works_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    found = custom.load(
+        SchedulerConfig(
+            goodput="examples.objective:PaidTokens",
+            fairness=0.2,
+            fairness_function="examples.objective:newest_tenant_first",
+        )
+    )
+    value = found["objective"].answer_value(np.array([10.0]), np.array([5.0]))
+    assert value.tolist() == [30.0]
+    assert callable(found["fair"])
