@@ -325,14 +325,29 @@ def test_a_bad_place_in_a_program_is_refused_by_name(
 
 
 @every_route
-@pytest.mark.parametrize("latency", ["target_ttft", "target_tbt"])
-def test_a_deadline_beside_a_latency_target_is_refused(
-    http: httpx.Client, route: Any, latency: str
-) -> None:
-    fields: Json = {"deadline": 60, latency: 1}
-    answer = ask(http, route, **fields)
+def test_a_deadline_beside_a_time_to_first_token_is_refused(http: httpx.Client, route: Any) -> None:
+    answer = ask(http, route, deadline=60, target_ttft=1)
     assert_refused(answer, "deadline")
-    assert_refused(answer, latency)
+    assert_refused(answer, "target_ttft")
+
+
+@every_route
+def test_a_deadline_with_a_time_between_tokens_is_thinking_and_then_streaming(
+    http: httpx.Client, route: Any
+) -> None:
+    report = ask(http, route, deadline=60, target_tbt=2).slo
+    assert (report["type"], report["met"]) == ("reasoning", True)
+    assert (report["deadline"], report["target_tbt"]) == (60, 2)
+
+
+@every_route
+def test_the_last_call_of_a_program_may_stream_with_targets_of_its_own(
+    http: httpx.Client, route: Any
+) -> None:
+    program = new_name()
+    assert ask(http, route, program_id=program, deadline=60).slo["type"] == "compound"
+    last = ask(http, route, program_id=program, final=True, target_ttft=30, target_tbt=2)
+    assert (last.slo["type"], last.slo["met"]) == ("latency", True)
 
 
 @every_route
