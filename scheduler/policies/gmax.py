@@ -14,7 +14,7 @@ from scheduler.estimates import Estimates, Expected
 from scheduler.lengths import Information
 from scheduler.policies.base import Assessment, DisplaceRule, Traits
 from scheduler.policies.grouping import best_batch_size, best_window
-from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Floats, Ints
+from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, RUNNING, Floats, Ints
 
 SLACK_SCALE_S = 10.0
 URGENCY_POWER = 0.25
@@ -26,6 +26,9 @@ EXPIRED_WEIGHT = 0.02
 """Value of work that is late already: it is served, after everything that can make it."""
 STARVATION_PER_FRAME = 0.002
 """delta: rise of the score per frame waited, in shares of an average stream's."""
+HEAD_START_FRAMES = 25.0
+"""Who runs counts as having waited so much longer: equals that waited a little less or more
+must not take turns, since every turn costs a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class Gmax:
             average = estimates.context.average_tokens
             scores = plain * average / np.maximum(estimates.mean_tokens, 1.0)
             scores[late] *= EXPIRED_WEIGHT
-        scores = scores + STARVATION_PER_FRAME * plain * estimates.rows.frames_waited
+        rows = estimates.rows
+        ahead = np.where(rows.state == RUNNING, HEAD_START_FRAMES, 0.0)
+        scores = scores + STARVATION_PER_FRAME * plain * (rows.frames_waited + ahead)
         return Assessment(scores, value, expected.in_time_fraction, expected.slack_s)
 
     def _score(
@@ -107,7 +112,8 @@ class Gmax:
         # Whoever has more slack than all the work there is would take loses nothing by waiting.
         work_s = float(estimates.engine_s[has_slo & ~estimates.is_expired].sum())
         most_s = max(work_s, SLACK_SCALE_S)
-        return urgency * np.minimum(1.0, most_s / np.maximum(slack_s, most_s))
+        urgency *= np.minimum(1.0, most_s / np.maximum(slack_s, most_s))
+        return urgency
 
     def group(
         self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints

@@ -41,13 +41,13 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 23396,
-    "gmax-oracle": 24851,
-    "gmax-no-analyzer": 23034,
-    "gmax-no-gmax": 16715,
-    "gmax-no-grouping": 23396,
-    "gmax-no-jit": 24177,
-    "gmax-no-adaptive-batch": 23396,
+    "gmax": 23337,
+    "gmax-oracle": 24879,
+    "gmax-no-analyzer": 22855,
+    "gmax-no-gmax": 18652,
+    "gmax-no-grouping": 23337,
+    "gmax-no-jit": 24481,
+    "gmax-no-adaptive-batch": 23337,
     "gmax-paper": 20687,
     "gmax-paper-oracle": 24735,
     "fcfs": 7123,

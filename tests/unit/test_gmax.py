@@ -16,7 +16,7 @@ from scheduler.policies.base import Policy, best_first, finite
 from scheduler.policies.gmax import Gmax, GmaxParts, PaperGmax
 from scheduler.programs import ProgramOutlook, Programs
 from scheduler.step_time import StepTimeModel
-from scheduler.table import RUNNING
+from scheduler.table import PARKED, RUNNING
 
 STREAM = LatencySlo(5.0, 0.25)
 both = pytest.mark.parametrize("make", [Gmax, PaperGmax], ids=["gmax", "gmax-paper"])
@@ -40,23 +40,23 @@ def order(policy: Policy, *asks: Ask, **context: object) -> list[int]:
 def test_the_score_of_a_deadline_by_hand() -> None:
     # 100 tokens of input and 40 to come, held: 40 steps of 1/8 s are 5 s of the engine.
     # Due in 15 s, so the slack is 10 s: urgency (1 + 10/10) ** -1/4.
-    ask = Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=RUNNING)
+    ask = Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=PARKED)
     assert scores(Gmax(), ask) == pytest.approx([140 / 5 * 2**-0.25])
 
 
 def test_the_score_of_a_stream_in_time_by_hand() -> None:
     # Input does not count. The first token is due in 5 s and a step takes 1/8 s.
-    ask = Ask(slo=STREAM, mean=40, state=RUNNING)
+    ask = Ask(slo=STREAM, mean=40, state=PARKED)
     assert scores(Gmax(), ask) == pytest.approx([40 / 5 * (1 + 4.875 / 10) ** -0.25])
 
 
 def test_the_score_of_best_effort_by_hand() -> None:
-    assert scores(Gmax(), Ask(mean=40, state=RUNNING)) == pytest.approx([0.05 * 40 / 5])
+    assert scores(Gmax(), Ask(mean=40, state=PARKED)) == pytest.approx([0.05 * 40 / 5])
 
 
 def test_the_papers_priority_by_hand() -> None:
     # Goodput (input and the upper bound of the output) over t_gen.
-    ask = Ask(slo=DeadlineSlo(60), input_tokens=100, bound=80, mean=40, state=RUNNING)
+    ask = Ask(slo=DeadlineSlo(60), input_tokens=100, bound=80, mean=40, state=PARKED)
     assert scores(PaperGmax(), ask) == pytest.approx([(100 + 40) / (80 * STEP_S)])
 
 
@@ -66,36 +66,36 @@ def test_the_papers_priority_by_hand() -> None:
 @both
 def test_more_value_for_the_same_time_goes_first(make: type[Policy]) -> None:
     poor, rich = (
-        Ask(slo=DeadlineSlo(60), input_tokens=tokens, state=RUNNING) for tokens in (10, 900)
+        Ask(slo=DeadlineSlo(60), input_tokens=tokens, state=PARKED) for tokens in (10, 900)
     )
     assert order(make(), poor, rich) == [1, 0]
 
 
 @both
 def test_what_cannot_make_its_deadline_goes_behind_what_can(make: type[Policy]) -> None:
-    hopeless = Ask(slo=DeadlineSlo(5), input_tokens=5000, mean=100, bound=100, state=RUNNING)
-    possible = Ask(slo=DeadlineSlo(20), input_tokens=100, mean=100, bound=100, state=RUNNING)
+    hopeless = Ask(slo=DeadlineSlo(5), input_tokens=5000, mean=100, bound=100, state=PARKED)
+    possible = Ask(slo=DeadlineSlo(20), input_tokens=100, mean=100, bound=100, state=PARKED)
     assert order(make(), hopeless, possible) == [1, 0]
 
 
 @both
 def test_late_work_is_last_but_not_nothing(make: type[Policy]) -> None:
-    late = Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 10, state=RUNNING)
-    possible = Ask(slo=DeadlineSlo(60), state=RUNNING)
+    late = Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 10, state=PARKED)
+    possible = Ask(slo=DeadlineSlo(60), state=PARKED)
     assert order(make(), late, possible) == [1, 0]
     assert scores(make(), late)[0] > 0
 
 
 def test_of_equals_the_more_urgent_goes_first() -> None:
-    loose, tight = (Ask(slo=DeadlineSlo(due_s), state=RUNNING) for due_s in (100, 15))
+    loose, tight = (Ask(slo=DeadlineSlo(due_s), state=PARKED) for due_s in (100, 15))
     assert order(Gmax(), loose, tight) == [1, 0]
     assert len(set(scores(Gmax(GmaxParts(has_jit=False)), loose, tight))) == 1
 
 
 def test_a_deadline_counts_with_the_chance_that_its_answer_fits() -> None:
     # Lengths of 10, 20, … 320; 160 steps fit into 20 s: half of them.
-    sure = Ask(slo=DeadlineSlo(400), points=steps(10), state=RUNNING)
-    half = Ask(slo=DeadlineSlo(20), points=steps(10), state=RUNNING)
+    sure = Ask(slo=DeadlineSlo(400), points=steps(10), state=PARKED)
+    half = Ask(slo=DeadlineSlo(20), points=steps(10), state=PARKED)
     parts = GmaxParts(has_jit=False)
     full, chance = scores(Gmax(parts), sure, half)
     assert chance == pytest.approx(full / 2)
@@ -103,39 +103,39 @@ def test_a_deadline_counts_with_the_chance_that_its_answer_fits() -> None:
 
 def test_a_stream_is_worth_the_tokens_that_can_still_be_in_time() -> None:
     # 10 s late; each step of 1/8 s wins back 1/8 s of a TBT of 1/4 s: 81 tokens until then.
-    late = Ask(slo=LatencySlo(1.0, 0.25), arrival_s=NOW_S - 11, mean=100, state=RUNNING)
-    now = Ask(slo=LatencySlo(0.125, 0.25), mean=100, state=RUNNING)
+    late = Ask(slo=LatencySlo(1.0, 0.25), arrival_s=NOW_S - 11, mean=100, state=PARKED)
+    now = Ask(slo=LatencySlo(0.125, 0.25), mean=100, state=PARKED)
     behind, even = scores(Gmax(), late, now)
     assert behind == pytest.approx(even * 19 / 100)
 
 
 @both
 def test_a_stream_that_can_never_catch_up_goes_last(make: type[Policy]) -> None:
-    never = Ask(slo=LatencySlo(1.0, 0.01), arrival_s=NOW_S - 60, state=RUNNING)
-    even = Ask(slo=STREAM, state=RUNNING)
+    never = Ask(slo=LatencySlo(1.0, 0.01), arrival_s=NOW_S - 60, state=PARKED)
+    even = Ask(slo=STREAM, state=PARKED)
     assert order(make(), never, even) == [1, 0]
 
 
 def test_kv_that_must_be_built_again_makes_a_request_dearer() -> None:
     model = StepTimeModel.known(STEP_S, prefill_s=0.01)
-    held, lost = (Ask(slo=DeadlineSlo(60), state=state) for state in (RUNNING, 0))
+    held, lost = (Ask(slo=DeadlineSlo(60), state=state) for state in (PARKED, 0))
     assert order(Gmax(), lost, held, step_time=model) == [1, 0]
 
 
 @both
 def test_best_effort_rises_with_every_frame_until_it_passes_a_stream(make: type[Policy]) -> None:
-    stream = Ask(slo=LatencySlo(0.125, 0.25), state=RUNNING)
-    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=RUNNING) for waited in (0, 600))
+    stream = Ask(slo=LatencySlo(0.125, 0.25), state=PARKED)
+    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=PARKED) for waited in (0, 600))
     assert order(make(), fresh, stream) == [1, 0]
     assert order(make(), old, stream) == [0, 1]
 
 
 def test_under_another_objective_the_weights_keep_their_meaning() -> None:
     asks = (
-        Ask(slo=BEST_EFFORT, mean=100, state=RUNNING),
-        Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 9, mean=100, state=RUNNING),
-        Ask(slo=STREAM, mean=100, state=RUNNING),
-        Ask(slo=DeadlineSlo(30), mean=50, state=RUNNING),
+        Ask(slo=BEST_EFFORT, mean=100, state=PARKED),
+        Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 9, mean=100, state=PARKED),
+        Ask(slo=STREAM, mean=100, state=PARKED),
+        Ask(slo=DeadlineSlo(30), mean=50, state=PARKED),
     )
     assert order(Gmax(), *asks, objective=WholeRequests()) == [3, 2, 0, 1]
 
@@ -154,7 +154,7 @@ def program(*stages: tuple[float, float], is_final: bool = True) -> Programs:
 
 
 def call(**changes: object) -> Ask:
-    fields = {"slo": CompoundSlo(60, "p"), "program": 0, "state": RUNNING}
+    fields = {"slo": CompoundSlo(60, "p"), "program": 0, "state": PARKED}
     return Ask(**fields | changes)
 
 
@@ -193,8 +193,8 @@ def test_what_a_pattern_match_expects_makes_the_rest_dearer() -> None:
 def test_the_oracle_goes_by_the_true_length_where_it_is_known() -> None:
     # Forecasts say that both are alike; the second is really short.
     asks = (
-        Ask(slo=DeadlineSlo(60), known=400, state=RUNNING),
-        Ask(slo=DeadlineSlo(60), known=10, state=RUNNING),
+        Ask(slo=DeadlineSlo(60), known=400, state=PARKED),
+        Ask(slo=DeadlineSlo(60), known=10, state=PARKED),
     )
     assert order(Gmax(information=Information.KNOWN), *asks) == [1, 0]
     assert order(Gmax(), *asks) == [0, 1]
@@ -221,3 +221,9 @@ def test_scores_are_finite_numbers_for_absurd_requests(asks: list[Ask], name: st
     assessment = policy.assess(estimates_of(*asks))
     assert np.isfinite(assessment.scores).all()
     assert np.isfinite(assessment.values).all()
+
+
+def test_equals_do_not_take_turns_until_one_has_waited_for_long() -> None:
+    runs = Ask(slo=BEST_EFFORT, state=RUNNING)
+    for waited, first in ((0, 0), (20, 0), (30, 1)):
+        assert order(Gmax(), runs, Ask(slo=BEST_EFFORT, waited=waited, state=PARKED))[0] == first
