@@ -103,9 +103,12 @@ def deadline_at_s(terms: RequestTerms) -> float:
     match terms.slo:
         case LatencySlo():
             return math.inf
-        case ReasoningSlo(deadline_s):
-            return terms.arrival_s + deadline_s
-        case DeadlineSlo(deadline_s) | CompoundSlo(deadline_s) | BestEffortSlo(deadline_s):
+        case (
+            DeadlineSlo(deadline_s)
+            | CompoundSlo(deadline_s)
+            | BestEffortSlo(deadline_s)
+            | ReasoningSlo(deadline_s)
+        ):
             return terms.arrival_s + deadline_s
 
 
@@ -162,7 +165,7 @@ class OutcomeTracker:
         Only a reasoning request has two phases; a second report is ignored.
         """
         if isinstance(self._terms.slo, ReasoningSlo) and self._answer_from is None:
-            self._answer_from = min(max(thinking_tokens, self._sent), 1 << 40)
+            self._answer_from = max(thinking_tokens, self._sent)
 
     def sent(self, total_tokens: int, now_s: float) -> None:
         """``total_tokens`` of the answer have now been sent; calls with no news are ignored."""

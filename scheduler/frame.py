@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from core.slo import CompoundSlo, OnMiss, ReasoningSlo, RequestTerms
+from core.slo import OnMiss, ReasoningSlo, RequestTerms
 from scheduler.config import SchedulerConfig
 from scheduler.earnings import Earnings
 from scheduler.estimates import Estimates, FrameContext
 from scheduler.fairness import FairFunction, least_service_first
 from scheduler.lengths import LengthEstimates, OnlineClassLengths, equal_mass_points, refresh
 from scheduler.lifecycle import ENDED, RequestState
-from scheduler.objective import GoodputObjective, Guarded, built_in_objective
+from scheduler.objective import GoodputObjective, objective_of
 from scheduler.plan import (
     Decision,
     Ending,
@@ -80,10 +80,7 @@ class FrameManager:
         self.config = config
         self.lengths: LengthEstimates = lengths or OnlineClassLengths()
         self.step_time = step_time or StepTimeModel()
-        chosen = Guarded(objective) if objective else built_in_objective(config.goodput)
-        if chosen is None:
-            raise ValueError(f"goodput: {config.goodput!r} needs an objective object")
-        self._objective: GoodputObjective = chosen
+        self._objective = objective_of(config.goodput, objective)
         self.num_arrived = 0
         self.num_ended: dict[RequestState, int] = dict.fromkeys(sorted(ENDED), 0)
         self.num_parks = 0
@@ -152,18 +149,9 @@ class FrameManager:
         )
         self.num_arrived += 1
         self._live[request_id] = request
-        program = -1
-        if isinstance(terms.slo, CompoundSlo):
-            slo = terms.slo
-            program = self.programs.join(
-                terms.tenant,
-                slo.program_id,
-                is_final=slo.final,
-                allowance_s=slo.deadline_s,
-            )
-        elif terms.closes_program:
-            program = self.programs.join(terms.tenant, terms.closes_program, is_final=True)
-        row = self.table.add(request, program=program, tenant=self.tenants.join(terms.tenant))
+        row = self.table.add(
+            request, program=self.programs.enter(terms), tenant=self.tenants.join(terms.tenant)
+        )
         self.table.points[row] = self.lengths.points(request.slo_type)
         self._set_timer(request)
         self._news.append(request)
@@ -683,7 +671,6 @@ class FrameManager:
 
     def _endings(self, now_s: float) -> tuple[tuple[Ending, ...], tuple[Ending, ...]]:
         """Whom to drop and whom to cancel. They stay overdue until the engine reports the end."""
-        self._is_timer_due(now_s)
         drop, cancel = [], []
         for request_id in self._overdue:
             request = self._live[request_id]

@@ -116,6 +116,18 @@ def built_in_objective(name: str) -> GoodputObjective | None:
     return WeightedTokens(*weights)
 
 
+def objective_of(name: str, given: GoodputObjective | None) -> GoodputObjective:
+    """A user's own objective, guarded; without one the built-in of that name.
+
+    Raises:
+        ValueError: ``name`` is not one of ours and no objective is given.
+    """
+    chosen = built_in_objective(name) if given is None else Guarded(given)
+    if chosen is None:
+        raise ValueError(f"goodput: {name!r} needs an objective object")
+    return chosen
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)

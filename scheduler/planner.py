@@ -65,7 +65,7 @@ class Planner:
         self._policy = policy
         self._fair = fair
 
-    def rank(
+    def _rank(
         self, estimates: Estimates, index: Ints, capacity: EngineCapacity
     ) -> tuple[Candidates, Assessment]:
         """Score the rows at table positions ``index`` and rank the best of them."""
@@ -79,8 +79,6 @@ class Planner:
         if traits.displace is DisplaceRule.BETTER_SCORE and margin:
             running = estimates.rows.state == RUNNING
             scores = np.where(running, finite(scores + np.abs(scores) * margin), scores)
-        elif scores is assessment.scores:
-            scores = scores.copy()
         must_run = self._must_run(estimates, index, capacity.max_batch)
         if must_run:
             scores[list(must_run)] = np.inf
@@ -118,7 +116,7 @@ class Planner:
         # Ascending and all of them: no copy is needed.
         rows = self._table.rows(None if index.size == len(self._table) else index)
         estimates = Estimates(rows, context, self._policy.traits.information)
-        candidates, assessment = self.rank(estimates, index, capacity)
+        candidates, assessment = self._rank(estimates, index, capacity)
         seater = Seater(candidates, capacity, self._config, self._policy.traits, max_moves)
         size = limit
         is_boundary = kind in (PlanKind.FRAME, PlanKind.EARLY)

@@ -5,6 +5,7 @@ import math
 import msgspec
 import numpy as np
 
+from core.slo import CompoundSlo, RequestTerms
 from scheduler.table import Floats
 
 
@@ -91,6 +92,17 @@ class Programs:
                     allowance_s - self._closed_allowance_s / _RECENT_PROGRAMS
                 )
         return index
+
+    def enter(self, terms: RequestTerms) -> int:
+        """The index of the program that a request is a call of; -1 for none."""
+        slo = terms.slo
+        if isinstance(slo, CompoundSlo):
+            return self.join(
+                terms.tenant, slo.program_id, is_final=slo.final, allowance_s=slo.deadline_s
+            )
+        if terms.closes_program:
+            return self.join(terms.tenant, terms.closes_program, is_final=True)
+        return -1
 
     def leave(self, index: int, *, input_tokens: float, output_tokens: float) -> None:
         """A call ended; so many tokens of it count towards the program."""

@@ -14,12 +14,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from core.slo import CompoundSlo, RequestTerms
+from core.slo import RequestTerms
 from scheduler.config import SchedulerConfig
 from scheduler.estimates import Estimates, FrameContext
 from scheduler.lengths import LengthEstimates, OnlineClassLengths, equal_mass_points, refresh
 from scheduler.lifecycle import RequestState
-from scheduler.objective import GoodputObjective, Guarded, built_in_objective
+from scheduler.objective import GoodputObjective, objective_of
 from scheduler.plan import EngineCapacity
 from scheduler.policies import POLICIES, Policy
 from scheduler.policies.base import best_first, finite
@@ -112,10 +112,7 @@ class PowerOfK:
         """
         if num_replicas < 1 or not 1 <= k <= num_replicas:
             raise ValueError(f"k must be between 1 and the {num_replicas} replicas, got {k}")
-        chosen = Guarded(objective) if objective else built_in_objective(config.goodput)
-        if chosen is None:
-            raise ValueError(f"goodput: {config.goodput!r} needs an objective object")
-        self._objective: GoodputObjective = chosen
+        self._objective = objective_of(config.goodput, objective)
         self._k = k
         self._rng = rng
         self._config = config
@@ -165,11 +162,9 @@ class PowerOfK:
             max_output_tokens=max_output_tokens,
         )
         self._num_arrived += 1
-        program = -1
-        if isinstance(terms.slo, CompoundSlo):
-            slo = terms.slo
-            program = self._programs.join(terms.tenant, slo.program_id, is_final=slo.final)
-        row = self._table.add(request, program=program, tenant=self._tenants.join(terms.tenant))
+        row = self._table.add(
+            request, program=self._programs.enter(terms), tenant=self._tenants.join(terms.tenant)
+        )
         self._table.points[row] = (
             self._lengths.points(request.slo_type) if points is None else points
         )

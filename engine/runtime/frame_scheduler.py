@@ -391,10 +391,10 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         """Let SGLang prefill what the plan admits, in its order, as far as there is room."""
         room = self._places(running_batch) - (self.chunked_req is not None)
         admitted = self._admissible(moved)[:room] if room > 0 else []
-        if not admitted and self.chunked_req is None:
-            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-        chosen = {id(req) for req in admitted}
-        held = [req for req in self.waiting_queue if id(req) not in chosen]
+        held = self.waiting_queue
+        if admitted:
+            chosen = {id(req) for req in admitted}
+            held = [req for req in held if id(req) not in chosen]
         self.waiting_queue = admitted
         self._is_window_open = True
         try:

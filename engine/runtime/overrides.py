@@ -41,6 +41,12 @@ USED_METHODS: tuple[str, ...] = (
 )
 """Methods of SGLang's ``Scheduler`` that ``FrameScheduler`` calls."""
 
+USED_REQUEST_ATTRIBUTES: tuple[str, ...] = ("_is_reasoning_over", "priority", "require_reasoning")
+"""What we read of SGLang's ``Req`` beside what its scheduler reads itself."""
+
+CLIP_VARIABLE = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""SGLang's own variable: of how many tokens ahead it keeps KV free before it admits a prompt."""
+
 USED_NAMES: tuple[str, ...] = (
     SCHEDULER,
     GENERATE_REQUEST,
@@ -58,6 +64,7 @@ USED_NAMES: tuple[str, ...] = (
     "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch",
+    "sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
     "sglang.srt.managers.scheduler._make_abort_req",
     "sglang.srt.mem_cache.common.evict_from_tree_cache",
     "sglang.srt.mem_cache.common.release_kv_cache",

@@ -15,6 +15,7 @@ import msgspec
 from core.clock import MonotonicClock
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
+from engine.runtime.overrides import CLIP_VARIABLE
 from engine.runtime.settings import Settings, from_environment
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ def main(argv: list[str]) -> int:
 
 
 CPU_RUNNING_REQUESTS = 32
-CLIP_VARIABLE = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 
 
 def _prepare(args: Any, settings: Settings) -> Settings:

@@ -47,7 +47,8 @@ class Gmax:
     """Ours: expected value per engine second, urgency, and as many at once as pays.
 
     Score = objective value x P(in time) / engine seconds of the rest, times a mild urgency,
-    (1 + slack / 10 s) ** -1/4. A program counts as a whole: what it got, what runs and what is
+    (1 + slack / 10 s) ** -1/4, and who has more slack than all the work there is counts less in
+    proportion. A program counts as a whole: what it got, what runs and what is
     expected of it. Of the ranked requests the first n run, with n as in ``grouping``; a group
     of more alike contexts replaces them where the step-time model says it earns more.
     """
@@ -121,7 +122,7 @@ class Gmax:
         size = min(slots, len(ranked))
         if self._parts.has_adaptive_batch:
             size = self._choose_size(ranked[:slots], estimates, slots, beside)
-        if not self._parts.has_grouping or self.tuner is None:
+        if self.tuner is None:
             return ranked[:size]
         return best_window(
             ranked,

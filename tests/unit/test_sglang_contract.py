@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from engine.runtime.overrides import (
+    CLIP_VARIABLE,
     GENERATE_REQUEST,
     OVERRIDDEN_METHODS,
     SCHEDULER,
     USED_METHODS,
     USED_NAMES,
+    USED_REQUEST_ATTRIBUTES,
     VERIFY_SAMPLING,
 )
 
@@ -126,6 +128,20 @@ def attributes_of_self(cls: type) -> set[str]:
             if is_attribute and node.value.id == "self":
                 names.add(node.attr)
     return names
+
+
+@pytest.mark.parametrize("name", USED_REQUEST_ATTRIBUTES)
+def test_an_attribute_that_we_read_of_a_request_is_still_there(name: str) -> None:
+    request = resolve("sglang.srt.managers.schedule_batch.Req")
+    assert name in attributes_of_self(request), f"SGLang's Req has no {name!r} any more; {LOOK}"
+
+
+def test_the_variable_that_bounds_the_kv_kept_free_is_still_read() -> None:
+    module = resolve("sglang.srt.managers.schedule_policy")
+    assert CLIP_VARIABLE in inspect.getsource(module), (
+        f"SGLang does not read {CLIP_VARIABLE} any more: prompts of our plans may never start; "
+        f"{LOOK}"
+    )
 
 
 def test_the_attributes_that_we_read_are_still_those_of_the_scheduler(
