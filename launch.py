@@ -6,20 +6,27 @@ refused early is refused here, before the runtime is imported.
 
 import argparse
 import contextlib
+import hashlib
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
 from types import FrameType
 
 from core.clock import MonotonicClock
+from core.service import SupervisedService
 from engine import demo_model
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
+from engine.runtime.settings import STOCK_POLICY
+from predictor.client import PredictorProbe
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -47,9 +54,15 @@ def main(argv: list[str]) -> int:
         flags.print_error(str(error))
         return EXIT_FAILED
     command = ["--model-path", model, *_without_model(rest)]
+    try:
+        services = Services(args, model)
+    except OSError as error:
+        flags.print_error(f"no folder for the predictor's socket: {error}")
+        return EXIT_FAILED
+    command += services.server_flags
     if args.model == "demo" and "--served-model-name" not in argv:
         command += ["--served-model-name", demo_model.DEMO_NAME]
-    return Supervisor(args, command).run()
+    return Supervisor(args, command, services).run()
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -105,12 +118,64 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
+class Services:
+    """The processes beside the server; so far the length predictor."""
+
+    def __init__(self, args: argparse.Namespace, model: str) -> None:
+        self.server_flags: list[str] = []
+        self._folder: Path | None = None
+        self._predictor: SupervisedService | None = None
+        if args.predictor != "on" or args.policy == STOCK_POLICY:
+            return
+        address = args.predictor_address
+        if not address:
+            # Readable by this user only: whoever can write to the socket can teach the predictor.
+            self._folder = Path(tempfile.mkdtemp(prefix="jitserve-"))
+            address = f"ipc://{self._folder / 'predictor'}"
+            self.server_flags = ["--predictor-address", address]
+        command = [sys.executable, "-m", "predictor", "--address", address]
+        command += ["--quantile", str(args.length_quantile), "--parent", str(os.getpid())]
+        state = args.predictor_state or str(_state_folder(model))
+        if state != "none":
+            command += ["--state-dir", state]
+        self._predictor = SupervisedService(
+            "length predictor",
+            command,
+            lambda: PredictorProbe(address),
+            MonotonicClock(),
+            _say,
+            # Its arrays are small; more threads would only take the engine's cores.
+            {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def tick(self) -> None:
+        """Look after them; call it a few times a second."""
+        if self._predictor is not None:
+            self._predictor.tick()
+
+    def stop(self) -> None:
+        """End them and take their sockets away."""
+        if self._predictor is not None:
+            self._predictor.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _state_folder(model: str) -> Path:
+    """Where what is learnt of a model is kept: models must not mix."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name)[:64] or "model"
+    digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    return cache / "jitserve" / "predictor" / f"{name}-{digest}"
+
+
 class Supervisor:
     """Starts the server in a process group of its own and leaves none of it behind."""
 
-    def __init__(self, args: argparse.Namespace, command: list[str]) -> None:
+    def __init__(self, args: argparse.Namespace, command: list[str], services: Services) -> None:
         self._args = args
         self._command = command
+        self._services = services
         self._clock = MonotonicClock()
         self._server: subprocess.Popen[bytes] | None = None
         self._stop_by_s: float | None = None
@@ -131,6 +196,7 @@ class Supervisor:
             return self._watch(self._server, started_s)
         finally:
             _kill_group(self._server.pid)
+            self._services.stop()
 
     def _watch(self, server: subprocess.Popen[bytes], started_s: float) -> int:
         is_ready = False
@@ -140,6 +206,7 @@ class Supervisor:
                 code = server.wait(timeout=0.5)
                 return self._ended(code, is_ready=is_ready)
             now_s = self._clock.now_s()
+            self._services.tick()
             if self._stop_by_s is not None:
                 if now_s > self._stop_by_s:
                     _say("the server did not end in time and is killed")

@@ -32,3 +32,8 @@ class ManualClock:
 
 
 _: tuple[type[Clock], ...] = (MonotonicClock, ManualClock)
+
+
+def time_of_day_s() -> float:
+    """Seconds since midnight UTC by the wall clock: a feature of requests, never a timer."""
+    return time.time() % 86_400.0

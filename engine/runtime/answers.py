@@ -16,6 +16,7 @@ from core.clock import Clock
 from core.slo import OutcomeTracker, RequestTerms, SloOutcome
 from engine.runtime import wire
 from engine.runtime.drops import reason_of_drop
+from predictor.features import NO_CUES, Cues
 
 current: contextvars.ContextVar["AnswerLog | None"] = contextvars.ContextVar(
     "jitserve_answer_log", default=None
@@ -25,8 +26,9 @@ current: contextvars.ContextVar["AnswerLog | None"] = contextvars.ContextVar(
 class AnswerLog:
     """The outcomes of the one or more answers (``n``, batches) of an HTTP request."""
 
-    def __init__(self, terms: RequestTerms, clock: Clock) -> None:
+    def __init__(self, terms: RequestTerms, clock: Clock, cues: Cues = NO_CUES) -> None:
         self.terms = terms
+        self.cues = cues
         self._clock = clock
         self._trackers: dict[str, OutcomeTracker] = {}
         self._outcomes: dict[str, SloOutcome] = {}
@@ -114,7 +116,7 @@ async def follow(generate: Any, manager: Any, obj: Any, request: Any = None) -> 
         ValueError: ``n`` is out of range; SGLang's routes answer it with a 400.
     """
     log = current.get()
-    _attach_terms(obj, None if log is None else log.terms)
+    _attach(obj, None if log is None else log.terms, NO_CUES if log is None else log.cues)
     stream = generate(manager, obj, request)
     try:
         async for output in stream:
@@ -132,14 +134,14 @@ async def follow(generate: Any, manager: Any, obj: Any, request: Any = None) -> 
         await stream.aclose()
 
 
-def _attach_terms(obj: Any, terms: RequestTerms | None) -> None:
+def _attach(obj: Any, terms: RequestTerms | None, cues: Cues) -> None:
     params = getattr(obj, "sampling_params", None)
     if params is None and hasattr(obj, "sampling_params"):
         params = obj.sampling_params = {}
     for item in params if isinstance(params, list) else (params,):
         if isinstance(item, dict):
             check_n(item.get("n"))
-            wire.attach(item, terms)
+            wire.attach(item, terms, cues)
 
 
 MAX_N = 128

@@ -21,19 +21,38 @@ def terms_of(req: Req, defaults: SloDefaults, now_s: float) -> RequestTerms:
     return RequestTerms(now_s, BestEffortSlo(defaults.best_effort_deadline))
 
 
-def arrival_arguments(req: Req) -> dict[str, Any]:
+NO_LIMIT_TOKENS = 1 << 30
+KNOWN_TOKENS_KEY = "known_output_tokens"
+"""Where a request of a test says how long its answer will be."""
+
+
+def max_output_tokens(req: Req) -> int:
+    """Where its answer is cut off at the latest."""
+    limit = req.sampling_params.max_new_tokens
+    return limit if limit is not None and limit < math.inf else NO_LIMIT_TOKENS
+
+
+def arrival_arguments(req: Req, *, trusts_known_lengths: bool = False) -> dict[str, Any]:
     """Keyword arguments of ``FrameManager.arrive`` for ``req``."""
-    params = req.sampling_params
-    limit = params.max_new_tokens
+    limit = req.sampling_params.max_new_tokens
+    known = _certain_output_tokens(req)
+    if trusts_known_lengths:
+        known = _claimed_output_tokens(req) or known
     return {
         "input_tokens": len(req.origin_input_ids),
-        "max_output_tokens": limit if limit is not None and limit < math.inf else 1 << 30,
+        "max_output_tokens": max_output_tokens(req),
         "is_pinned": is_pinned(req),
         # A refused request runs one token to be answered; a health check must not queue.
         "is_urgent": is_refused(req) or (is_health_check(req) and limit is not None and limit <= 1),
         "priority": req.priority or 0,
-        "known_output_tokens": _certain_output_tokens(req),
+        "known_output_tokens": known,
     }
+
+
+def _claimed_output_tokens(req: Req) -> int | None:
+    claims = req.sampling_params.custom_params
+    claim = claims.get(KNOWN_TOKENS_KEY) if isinstance(claims, dict) else None
+    return claim if isinstance(claim, int) and claim > 0 else None
 
 
 def _certain_output_tokens(req: Req) -> int | None:
@@ -66,10 +85,14 @@ def is_pinned(req: Req) -> bool:
     beam members share rows; a streaming session owns its row.
     """
     params = req.sampling_params
-    has_penalty = (
+    is_counted = has_penalty(params) or params.min_new_tokens > 0
+    return is_counted or req.beam_group is not None or req.session is not None
+
+
+def has_penalty(params: Any) -> bool:
+    """Whether tokens that were generated change what is likely next."""
+    return bool(
         params.frequency_penalty != 0
         or params.presence_penalty != 0
         or params.repetition_penalty != 1
-        or params.min_new_tokens > 0
     )
-    return has_penalty or req.beam_group is not None or req.session is not None

@@ -9,12 +9,14 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import yaml
 
+from core.channel import check_address
 from core.terms import SloDefaults
 from engine.runtime import custom
 from engine.runtime.settings import STOCK_POLICY, Settings, SloConfig
 from scheduler.config import SchedulerConfig
 from scheduler.policies import CHOICES, POLICIES
 
+PREDICTOR_CHOICES = ("on", "external", "off")
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
 
@@ -107,6 +109,28 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="quantile of an answer's length used as its upper bound (default: %(default)s)",
     )
     group.add_argument(
+        "--predictor",
+        choices=PREDICTOR_CHOICES,
+        default="on",
+        metavar="MODE",
+        help="the length predictor: on (started and watched here), external (somebody else runs "
+        "it at --predictor-address), off: lengths of each class only (default: %(default)s)",
+    )
+    group.add_argument(
+        "--predictor-address",
+        default="",
+        metavar="ADDRESS",
+        help="where the predictor listens: ipc://PATH or tcp://HOST:PORT; whoever reaches it can "
+        "teach it (default: a socket that only this server's user can reach)",
+    )
+    group.add_argument(
+        "--predictor-state",
+        default="",
+        metavar="FOLDER",
+        help="where what the predictor has learnt is kept, or none "
+        "(default: a folder per model under ~/.cache/jitserve/predictor)",
+    )
+    group.add_argument(
         "--slo-config",
         type=Path,
         default=None,
@@ -120,6 +144,11 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="SECONDS",
         help="after SIGTERM or Ctrl-C: how long running requests may finish (default: %(default)s)",
+    )
+    group.add_argument(
+        "--test-known-lengths",
+        action="store_true",
+        help="for tests: believe custom_params.known_output_tokens of a request (default: no)",
     )
     group.add_argument(
         "--test-force-moves-every",
@@ -172,8 +201,23 @@ def own_settings(args: argparse.Namespace) -> Settings:
         policy=args.policy,
         scheduler=scheduler,
         slo=read_slo_config(args.slo_config),
+        predictor_address=_predictor_address(args),
+        trusts_known_lengths=args.test_known_lengths,
         force_moves_every=args.test_force_moves_every,
     )
+
+
+def _predictor_address(args: argparse.Namespace) -> str:
+    if args.predictor == "external" and not args.predictor_address:
+        raise UsageError("--predictor external needs --predictor-address")
+    if args.predictor == "off" and args.predictor_address:
+        raise UsageError("--predictor-address makes no sense with --predictor off")
+    if args.predictor_address:
+        try:
+            check_address(args.predictor_address)
+        except ValueError as error:
+            raise UsageError(f"--predictor-address {error}") from error
+    return str(args.predictor_address)
 
 
 def read_slo_config(path: Path | None) -> SloConfig:

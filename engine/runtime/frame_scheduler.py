@@ -25,15 +25,18 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Req,
 from sglang.srt.runtime_context import get_parallel
 
 from core.clock import MonotonicClock
-from engine.runtime import arrivals, batches, custom
+from engine.runtime import arrivals, batches, custom, forecasts
 from engine.runtime.drops import drop_message
+from engine.runtime.forecasts import Forecasts
 from engine.runtime.settings import (
     KNOB_FORCE_MOVES,
+    KNOB_FORECASTS,
     KNOB_POLICY,
     Settings,
     from_environment,
 )
 from engine.runtime.step_timer import StepTimer
+from predictor.client import NO_NEWS, News, PredictorClient
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.plan import EngineCapacity, FramePlan, PlanKind
@@ -48,6 +51,8 @@ class ClockTick(msgspec.Struct, frozen=True):
 
     now_s: float
     steps: tuple[StepObservation, ...]
+    news: News = NO_NEWS
+    """What the predictor has sent to rank 0, which alone asks it."""
 
 
 def _is_movable(req: Req) -> bool:
@@ -93,7 +98,14 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         super().__init__(server_args, port_args)
         self._timer = StepTimer(self._clock, is_synchronous=self.device == "cpu")
         share = settings.max_batch and max(settings.max_batch // max(server_args.dp_size, 1), 1)
+        self._forecasts = Forecasts(self._frames, self._connect(server_args))
         self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
+
+    def _connect(self, server_args: Any) -> PredictorClient | None:
+        if get_parallel().tp_rank != 0:
+            return None
+        model = server_args.served_model_name or server_args.model_path
+        return forecasts.connect(self._settings.predictor_address, model, self._clock)
 
     # Time.
 
@@ -105,13 +117,15 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         with self._only_fresh_requests_waiting():
             local: list[Any] = super()._poll_timeout_aborts()
         if get_parallel().tp_size > 1:
-            local.append(ClockTick(self._clock.now_s(), self._timer.take()))
+            news = self._forecasts.listen()
+            local.append(ClockTick(self._clock.now_s(), self._timer.take(), news))
         return local
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         for recv_req in recv_reqs:
             if isinstance(recv_req, ClockTick):
                 self._tick = recv_req
+                self._forecasts.take(recv_req.news)
                 for step in recv_req.steps:
                     self._frames.observe_step(step)
         super().process_input_requests([r for r in recv_reqs if not isinstance(r, ClockTick)])
@@ -153,13 +167,19 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         req.frame_key = key
         self._reqs[key] = req
         terms = arrivals.terms_of(req, self._settings.slo.default, self._now_s())
-        self._frames.arrive(key, terms, **arrivals.arrival_arguments(req))
+        trusts = self._settings.trusts_known_lengths
+        self._frames.arrive(
+            key, terms, **arrivals.arrival_arguments(req, trusts_known_lengths=trusts)
+        )
+        self._forecasts.arrived(key, req, terms)
         if arrivals.has_answer_begun(req):
             self._frames.answer_began(key)
 
     def _forget(self, key: str, state: RequestState) -> None:
         self._frames.ended(key, state)
-        self._reqs.pop(key, None)
+        req = self._reqs.pop(key, None)
+        if req is not None:
+            self._forecasts.ended(key, req)
 
     def _forget_vanished(self, running_batch: ScheduleBatch | None = None) -> None:
         """Close the records of requests that SGLang ended on a path of its own.
@@ -205,6 +225,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
                 self._forget(key, RequestState.ABORTED if is_abort else RequestState.FINISHED)
             else:
                 self._frames.progressed(key, len(req.output_ids))
+                self._forecasts.progressed(key, len(req.output_ids))
                 if req.require_reasoning and arrivals.has_answer_begun(req):
                     self._frames.answer_began(key)
 
@@ -218,6 +239,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         now_s = self._now_s()
+        if get_parallel().tp_size == 1:
+            self._forecasts.take(self._forecasts.listen())
         self._admit_ready_grammars()
         if self._parked is not None:
             self._parked.filter_batch()
@@ -551,21 +574,24 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     def set_internal_state(self, recv_req: Any) -> SetInternalStateReqOutput:
         """Our two knobs, beside SGLang's own. SGLang's route lets anything through to here."""
         knobs = recv_req.server_args
-        if not set(knobs) <= {KNOB_POLICY, KNOB_FORCE_MOVES}:
+        limits = {KNOB_POLICY: len(POLICIES), KNOB_FORCE_MOVES: 2**31, KNOB_FORECASTS: 2}
+        if not set(knobs) <= set(limits):
             return super().set_internal_state(recv_req)
-        limits = {KNOB_POLICY: len(POLICIES), KNOB_FORCE_MOVES: 2**31}
         if not all(value in range(limits[name]) for name, value in knobs.items()):
             return SetInternalStateReqOutput(updated=False)
         if KNOB_POLICY in knobs:
             self._frames.use_policy(list(POLICIES)[int(knobs[KNOB_POLICY])])
         if KNOB_FORCE_MOVES in knobs:
             self._force_moves_every = int(knobs[KNOB_FORCE_MOVES])
+        if KNOB_FORECASTS in knobs:
+            self._forecasts.use(is_used=bool(knobs[KNOB_FORECASTS]))
         return SetInternalStateReqOutput(updated=True)
 
     def _state(self) -> dict[str, Any]:
         frames = self._frames
         return {
             "policy": frames.policy_name,
+            "predictor": self._forecasts.state(),
             "force_moves_every": self._force_moves_every,
             "num_running": frames.count(RequestState.RUNNING),
             "num_parked": frames.count(RequestState.PARKED),

@@ -25,6 +25,7 @@ from core.terms import (
 from engine.runtime import answers, sampling_guard
 from engine.runtime.answers import AnswerLog
 from engine.runtime.settings import SloConfig
+from predictor.features import NO_CUES, cues_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -39,7 +40,10 @@ HEALTH_CHECK_PREFIX = "HEALTH_CHECK"
 
 
 class SloMiddleware:
-    """Wraps the ASGI app; other routes pass untouched."""
+    """Wraps the ASGI app; other routes pass untouched.
+
+    ``reads_cues``: whether the length predictor wants to know what the prompts look like.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class SloMiddleware:
         clock: Clock,
         model: str,
         is_draining: Callable[[], bool],
+        reads_cues: bool = False,
     ) -> None:
         self._app = app
         self._slo = slo
@@ -56,6 +61,7 @@ class SloMiddleware:
         self._model = model
         self._programs = ProgramDeadlines()
         self._is_draining = is_draining
+        self._reads_cues = reads_cues
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_ours = scope["type"] == "http" and route_of(scope) in ROUTES
@@ -105,7 +111,8 @@ class SloMiddleware:
         terms = read_terms(body, headers, defaults, self._programs, arrival_s, tenant)
         if any(field in body for field in SLO_FIELDS):
             raw = without_slo_fields(raw, body)
-        return raw, AnswerLog(terms, self._clock)
+        cues = cues_of(body) if self._reads_cues else NO_CUES
+        return raw, AnswerLog(terms, self._clock, cues)
 
 
 def route_of(scope: Scope) -> str:

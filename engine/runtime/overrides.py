@@ -59,6 +59,7 @@ USED_NAMES: tuple[str, ...] = (
     "sglang.srt.managers.io_struct.SetInternalStateReq",
     "sglang.srt.managers.io_struct.SetInternalStateReqOutput",
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+    "sglang.srt.managers.schedule_batch.FINISH_LENGTH",
     "sglang.srt.managers.schedule_batch.NextBatchPlan",
     "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",

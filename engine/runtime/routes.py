@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from engine.runtime import http_layer
-from engine.runtime.settings import KNOB_FORCE_MOVES, KNOB_POLICY
+from engine.runtime.settings import KNOB_FORCE_MOVES, KNOB_FORECASTS, KNOB_POLICY
 from scheduler.policies import CHOICES, POLICIES
 
 
@@ -34,8 +34,13 @@ async def slo_state() -> JSONResponse:
 async def slo_policy(
     policy: Annotated[str | None, Body(embed=True)] = None,
     force_moves_every: Annotated[int | None, Body(embed=True)] = None,
+    forecasts: Annotated[bool | None, Body(embed=True)] = None,
 ) -> JSONResponse:
-    """Change the policy while the server runs; ``force_moves_every`` is for tests."""
+    """Change the policy while the server runs.
+
+    ``forecasts``: whether the predictor's forecasts are used for requests that arrive from
+    now on. ``force_moves_every`` is for tests.
+    """
     knobs: dict[str, int | float] = {}
     if policy is not None:
         if policy not in POLICIES:
@@ -45,6 +50,8 @@ async def slo_policy(
         if not 0 <= force_moves_every < 2**31:
             return _error(400, "force_moves_every: takes a number of steps, 0 for never")
         knobs[KNOB_FORCE_MOVES] = force_moves_every
+    if forecasts is not None:
+        knobs[KNOB_FORECASTS] = int(forecasts)
     manager = http_server.get_global_state().tokenizer_manager
     updated = await manager.set_internal_state(SetInternalStateReq(server_args=knobs))
     if not all(updated):

@@ -188,6 +188,7 @@ def _serve(server_args: Any, settings: Settings) -> int:
             clock=MonotonicClock(),
             model=server_args.served_model_name or server_args.model_path,
             is_draining=_is_draining,
+            reads_cues=bool(settings.predictor_address),
         )
     )
     routes.add_routes(app)

@@ -17,6 +17,7 @@ STOCK_POLICY = "sglang"
 
 KNOB_POLICY = "jitserve_policy"
 KNOB_FORCE_MOVES = "jitserve_force_moves_every"
+KNOB_FORECASTS = "jitserve_forecasts"
 """Names under which SGLang's control messages carry our knobs; it takes numbers only."""
 
 
@@ -47,6 +48,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     slo: SloConfig = SloConfig()
     max_batch: int | None = None
     """Most requests running together on all data-parallel ranks; None: as SGLang decides."""
+    predictor_address: str = ""
+    """Where the length predictor listens; empty: lengths of each class only."""
+    trusts_known_lengths: bool = False
+    """Testing: take an answer's length from the request where it says so."""
     force_moves_every: int = 0
     """Testing: park and preempt running requests every so many steps; 0 never."""
 

@@ -1,0 +1,67 @@
+"""The forecasts that have come in, on the serving side: refined there, without asking again.
+
+Holds each live request's whole distribution and the latest calibration. Everything here is
+arithmetic on what is there already; nothing waits.
+"""
+
+from predictor.calibration import Factors, bucket_of, calibrated, no_factors
+from predictor.distribution import (
+    MAX_TOKENS,
+    Points,
+    at_level,
+    remaining_at_levels,
+)
+
+
+class LengthBook:
+    """Length distributions of live requests."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, Points] = {}
+        self._factors = no_factors()
+        self.num_refinements = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._points
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def enter(self, request_id: str, points: Points) -> None:
+        """A forecast came: shape (NUM_POINTS,), ascending total tokens."""
+        self._points[request_id] = points
+
+    def calibrate(self, factors: Factors) -> None:
+        """New calibration factors, shape (NUM_BUCKETS, NUM_LEVELS)."""
+        self._factors = factors
+
+    def remaining(self, request_id: str, generated_tokens: int) -> Points | None:
+        """Tokens still to come at each of ``LEVELS``; None where no forecast has come."""
+        points = self._points.get(request_id)
+        if points is None:
+            return None
+        factors = self._factors[bucket_of(generated_tokens)]
+        return calibrated(remaining_at_levels(points, generated_tokens), factors)
+
+    def refine(self, request_id: str, generated_tokens: int) -> Points | None:
+        """Equal-mass points of the total output tokens of an answer that got so far.
+
+        Returns:
+            Shape (NUM_LEVELS,), ascending, each above ``generated_tokens``; None where no
+            forecast has come.
+        """
+        remaining = self.remaining(request_id, generated_tokens)
+        if remaining is None:
+            return None
+        self.num_refinements += 1
+        total: Points = (remaining + generated_tokens).clip(generated_tokens + 0.5, MAX_TOKENS)
+        return total
+
+    def bound_tokens(self, request_id: str, generated_tokens: int, quantile: float) -> float | None:
+        """The upper bound of the total output tokens at a quantile; None without a forecast."""
+        total = self.refine(request_id, generated_tokens)
+        return None if total is None else float(at_level(total, quantile))
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended; unknown ids are ignored."""
+        self._points.pop(request_id, None)

@@ -1,0 +1,300 @@
+"""The serving side of the predictor: asks, listens, and never waits.
+
+Every call returns at once. A question that finds no predictor stays on a list and is asked
+again; until an answer comes the scheduler works from its fallback.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+import numpy as np
+
+from core.channel import DealerChannel
+from core.clock import Clock
+from predictor.calibration import NUM_BUCKETS, Factors
+from predictor.distribution import NUM_LEVELS, Points
+from predictor.features import Row
+from predictor.protocol import (
+    MAX_BATCH,
+    MAX_ID_CHARS,
+    Ask,
+    AskStatus,
+    CalibrationUpdate,
+    Ended,
+    Ending,
+    Forecast,
+    Forecasts,
+    FromPredictor,
+    Hello,
+    Question,
+    Ready,
+    Status,
+    ToPredictor,
+    client_codec,
+    floats_of,
+    name_hash,
+    points_of,
+)
+
+logger = logging.getLogger(__name__)
+
+HELLO_EVERY_S = 1.0
+"""How often a client says that it is there: by then a new predictor has been noticed."""
+SILENT_AFTER_S = 5.0
+ASK_AGAIN_AFTER_S = 3.0
+MESSAGES_PER_POLL = 64
+"""Most messages taken in by one call: what is left is taken by the next."""
+MAX_ENDINGS = 4096
+"""Endings kept while nobody takes them; the oldest are lost first."""
+
+
+class News(msgspec.Struct, frozen=True):
+    """What has come in since the last call.
+
+    Attributes:
+        forecasts: request ids with their points, shape (NUM_POINTS,).
+        factors: the newest calibration, or None where it has not changed.
+    """
+
+    forecasts: tuple[tuple[str, Points], ...] = ()
+    factors: Factors | None = None
+
+
+NO_NEWS = News()
+
+
+class _Open:
+    """A live request and when it was asked about."""
+
+    __slots__ = ("asked_s", "is_answered", "question")
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.asked_s: float | None = None
+        self.is_answered = False
+
+
+class PredictorClient:
+    """One scheduler process's connection to the predictor.
+
+    Args:
+        address: ``ipc://PATH`` or ``tcp://HOST:PORT``; ValueError where it is neither.
+        model: the name under which answers of this model are learnt together.
+    """
+
+    def __init__(self, address: str, clock: Clock, *, model: str) -> None:
+        self._channel: DealerChannel[ToPredictor, FromPredictor] = DealerChannel(
+            address, client_codec()
+        )
+        self._clock = clock
+        self._model_name = model
+        self._model = name_hash(model)
+        self._open: dict[str, _Open] = {}
+        self._to_ask: dict[str, None] = {}
+        self._endings: list[Ending] = []
+        self._session: int | None = None
+        self._calibration_version = -1
+        self._next_hello_s = -float("inf")
+        self._heard_s: float | None = None
+        self._is_silence_told = False
+        self.num_bad = 0
+        """Answers that were messages of the protocol but made no sense."""
+
+    def ask(
+        self,
+        request_id: str,
+        features: Row,
+        *,
+        tenant: str = "",
+        node: str = "",
+        words: Sequence[int] = (),
+    ) -> None:
+        """Note a new request; ``poll`` sends it. Too long an id is never forecast."""
+        if len(request_id) > MAX_ID_CHARS:
+            return
+        question = Question(
+            request_id,
+            self._model,
+            name_hash(self._model_name, tenant),
+            name_hash(self._model_name, tenant, node),
+            features.astype("<f4").tobytes(),
+            tuple(words),
+        )
+        self._open[request_id] = _Open(question)
+        self._to_ask[request_id] = None
+
+    def ended(self, request_id: str, output_tokens: int, *, is_cut: bool) -> None:
+        """A request is over; ``is_cut`` if its answer would have gone on."""
+        opened = self._open.pop(request_id, None)
+        self._to_ask.pop(request_id, None)
+        if opened is None or not opened.is_answered:
+            # What was not forecast cannot be learnt from: nobody knows what it looked like.
+            return
+        self._endings.append(Ending(request_id, output_tokens, is_cut))
+        del self._endings[:-MAX_ENDINGS]
+
+    def forget(self, request_id: str) -> None:
+        """A request is over and nothing is to be learnt from it."""
+        self._open.pop(request_id, None)
+        self._to_ask.pop(request_id, None)
+
+    def poll(self) -> News:
+        """Send what is to be sent and take in what has come. Call it in every pass."""
+        now_s = self._clock.now_s()
+        if now_s >= self._next_hello_s:
+            self._next_hello_s = now_s + HELLO_EVERY_S
+            self._channel.send(Hello())
+            self._ask_again(now_s)
+        elif now_s < self._next_hello_s - 2 * HELLO_EVERY_S:
+            # The clock has jumped back.
+            self._next_hello_s = now_s
+        if self._to_ask:
+            self._send_questions(now_s)
+        if self._endings:
+            self._send_endings()
+        messages = self._channel.receive(MESSAGES_PER_POLL)
+        if not messages:
+            self._notice_silence(now_s)
+            return NO_NEWS
+        self._heard_s = now_s
+        self._is_silence_told = False
+        return self._take(messages)
+
+    def is_alive(self) -> bool:
+        """Whether the predictor was heard in the last seconds."""
+        return self._heard_s is not None and self._clock.now_s() - self._heard_s < SILENT_AFTER_S
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start, for whoever watches."""
+        return {
+            **self._channel.counters,
+            "bad": self.num_bad,
+            "open": len(self._open),
+            "unanswered": sum(not item.is_answered for item in self._open.values()),
+        }
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _send_questions(self, now_s: float) -> None:
+        while self._to_ask:
+            batch = list(self._to_ask)[:MAX_BATCH]
+            questions = tuple(self._open[request_id].question for request_id in batch)
+            if not self._channel.send(Ask(questions, self._calibration_version)):
+                return
+            for request_id in batch:
+                self._open[request_id].asked_s = now_s
+                del self._to_ask[request_id]
+
+    def _send_endings(self) -> None:
+        while self._endings:
+            batch = tuple(self._endings[:MAX_BATCH])
+            if not self._channel.send(Ended(batch)):
+                return
+            del self._endings[: len(batch)]
+
+    def _ask_again(self, now_s: float) -> None:
+        """Questions whose answer has been lost on the way."""
+        for request_id, item in self._open.items():
+            if len(self._to_ask) >= MAX_BATCH:
+                break
+            is_late = item.asked_s is None or now_s - item.asked_s > ASK_AGAIN_AFTER_S
+            if not item.is_answered and is_late:
+                self._to_ask[request_id] = None
+
+    def _take(self, messages: list[FromPredictor]) -> News:
+        forecasts: list[tuple[str, Points]] = []
+        factors: Factors | None = None
+        for message in messages:
+            match message:
+                case Ready(session=session):
+                    self._greet(session)
+                case Forecasts(forecasts=items):
+                    forecasts += self._believable(items)
+                case CalibrationUpdate():
+                    newer = self._factors(message)
+                    factors = factors if newer is None else newer
+                case Status():
+                    pass
+                case _:
+                    assert_never(message)
+        return News(tuple(forecasts), factors)
+
+    def _greet(self, session: int) -> None:
+        if session == self._session:
+            return
+        if self._session is not None:
+            logger.info("predictor_restarted open_requests=%d", len(self._open))
+        self._session = session
+        self._calibration_version = -1
+        for request_id, item in self._open.items():
+            # It has forgotten them: without being asked again it could not learn from their end.
+            item.is_answered = False
+            self._to_ask[request_id] = None
+
+    def _believable(self, items: Sequence[Forecast]) -> list[tuple[str, Points]]:
+        found = []
+        for item in items:
+            opened = self._open.get(item.request_id)
+            if opened is None:
+                continue
+            try:
+                points = points_of(item)
+            except ValueError:
+                self.num_bad += 1
+                continue
+            opened.is_answered = True
+            found.append((item.request_id, points))
+        return found
+
+    def _factors(self, message: CalibrationUpdate) -> Factors | None:
+        try:
+            factors = floats_of(message.factors, NUM_BUCKETS * NUM_LEVELS)
+        except ValueError:
+            self.num_bad += 1
+            return None
+        if (factors <= 0).any():
+            self.num_bad += 1
+            return None
+        self._calibration_version = message.version
+        return np.reshape(factors, (NUM_BUCKETS, NUM_LEVELS))
+
+    def _notice_silence(self, now_s: float) -> None:
+        if self._heard_s is None or self._is_silence_told:
+            return
+        if now_s - self._heard_s >= SILENT_AFTER_S:
+            self._is_silence_told = True
+            logger.warning(
+                "predictor_silent seconds=%.0f: forecasts that are here stay in use, "
+                "new requests go by the lengths of their class",
+                now_s - self._heard_s,
+            )
+
+
+class PredictorProbe:
+    """What the launcher listens through: whether the predictor answers at all."""
+
+    def __init__(self, address: str) -> None:
+        self._channel: DealerChannel[ToPredictor, FromPredictor] = DealerChannel(
+            address, client_codec()
+        )
+
+    def heard(self) -> bool:
+        """Ask again, and whether an answer has come since the last call."""
+        has_answer = bool(self._channel.receive(MESSAGES_PER_POLL))
+        self._channel.send(Hello())
+        return has_answer
+
+    def status(self, timeout_s: float) -> Status | None:
+        """Ask for the status and wait for it; for tests and tools, never in a frame."""
+        self._channel.send(AskStatus())
+        while self._channel.wait(timeout_s):
+            for message in self._channel.receive(1):
+                if isinstance(message, Status):
+                    return message
+        return None
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,235 @@
+"""The length model: history, words and forest make a forecast; finished answers teach them.
+
+The forest's target is the deviation of an answer's log length from what the history of its
+model, tenant and node says. A model whose answers become longer as a whole is followed by
+the history at once, and what the trees know of prompts holds for models they have not seen.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from predictor.calibration import Calibrator, bucket_of
+from predictor.distribution import (
+    LEVELS,
+    MAX_TOKENS,
+    NUM_POINTS,
+    POINT_LEVELS,
+    Floats,
+    Points,
+    remaining_at_levels,
+)
+from predictor.features import FEATURES, NUM_FEATURES, Row
+from predictor.forest import Forest, ForestParameters, Rows, fit
+from predictor.history import HISTORY_FEATURES, History
+from predictor.reservoir import CAPACITY, Reservoir
+from predictor.words import WordScores
+
+COLUMNS: tuple[str, ...] = (
+    *FEATURES,
+    *HISTORY_FEATURES,
+    "word_score",
+    "day_sine",
+    "day_cosine",
+)
+NUM_COLUMNS = len(COLUMNS)
+DAY_S = 86_400.0
+MIN_FIT_ROWS = 40
+MIN_NEW_ROWS = 64
+NEW_ROWS_SHARE = 8
+"""A new forest is due once an eighth of its training data is new."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What is asked about: a feature row and whose request it is (hashes, 0 for none)."""
+
+    features: Row
+    model: int = 0
+    tenant: int = 0
+    node: int = 0
+    words: tuple[int, ...] = ()
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request as it was when it was forecast: what learning from its end needs.
+
+    Attributes:
+        row: (NUM_COLUMNS,) what the forest saw.
+        expected: the log length that the history expected.
+        points: (NUM_POINTS,) the forecast, before calibration.
+    """
+
+    request: Request
+    row: Rows
+    expected: float
+    points: Points
+
+
+class TrainingData(msgspec.Struct, frozen=True):
+    """A copy of the reservoir, to fit a forest on in another thread."""
+
+    rows: Rows
+    targets: Floats
+    num_added: int
+
+
+class LengthModel:
+    """One learner; not thread-safe but for ``fit_forest`` on its own ``TrainingData``."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        quantile: float = 0.9,
+        parameters: ForestParameters | None = None,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._seed = seed
+        self._quantile = quantile
+        self._parameters = parameters or ForestParameters()
+        self.history = History()
+        self.words = WordScores()
+        self.reservoir = Reservoir(NUM_COLUMNS, self._rng, capacity)
+        self.calibrator = Calibrator()
+        self.forest: Forest | None = None
+        self._fitted_at = 0
+
+    def forecast(self, requests: Sequence[Request], time_of_day_s: float) -> list[Asked]:
+        """The distribution of each request's output tokens."""
+        if not requests:
+            return []
+        angle = 2 * math.pi * (time_of_day_s % DAY_S) / DAY_S
+        day = (math.sin(angle), math.cos(angle))
+        rows = np.empty((len(requests), NUM_COLUMNS), dtype=np.float32)
+        expected = np.empty(len(requests))
+        for index, request in enumerate(requests):
+            outlook = self.history.outlook(request.model, request.tenant, request.node)
+            expected[index] = outlook.expected
+            rows[index, :NUM_FEATURES] = request.features
+            score = self.words.score(request.words)
+            rows[index, NUM_FEATURES:] = (*outlook.features, score, *day)
+        deviations = self._deviations(rows)
+        logs: Floats = np.clip(expected[:, None] + deviations, 0.0, math.log(MAX_TOKENS))
+        points = np.expm1(logs).astype(np.float32)
+        return [
+            Asked(request, rows[index], float(expected[index]), points[index])
+            for index, request in enumerate(requests)
+        ]
+
+    def _deviations(self, rows: Rows) -> Floats:
+        if self.forest is not None:
+            return self.forest.points(rows)
+        # Nothing has been fitted: a bell around what the history says.
+        return np.broadcast_to(_BELL, (len(rows), NUM_POINTS))
+
+    def learn(self, asked: Asked, output_tokens: int, *, is_cut: bool) -> None:
+        """An answer has ended; ``is_cut`` if it would have gone on.
+
+        A cut answer's length is not known, only that it is longer. One is drawn from what its
+        own forecast says of answers that got so far: in the mean over many, that is Efron's
+        self-consistent estimate ("The Two Sample Problem with Censored Data", 1967), which
+        puts the mass of a cut answer where longer ones are seen to end.
+        """
+        if output_tokens < 0 or (is_cut and output_tokens == 0):
+            return
+        length = float(output_tokens)
+        if is_cut:
+            length = self._drawn_length(asked.points, output_tokens)
+        request = asked.request
+        log_length = math.log1p(min(length, MAX_TOKENS))
+        deviation = log_length - asked.expected
+        self.calibrator.learn(asked.points, length, self._quantile)
+        self.words.learn(request.words, deviation)
+        self.history.learn(request.model, request.tenant, request.node, log_length)
+        self.reservoir.add(asked.row, deviation)
+
+    def _drawn_length(self, points: Points, generated_tokens: int) -> float:
+        level = float(self._rng.uniform())
+        factors = self.calibrator.factors[bucket_of(generated_tokens)]
+        remaining = remaining_at_levels(points, generated_tokens) * factors
+        return generated_tokens + max(float(np.interp(level, LEVELS, remaining)), 1.0)
+
+    # Fitting.
+
+    def is_fit_due(self) -> bool:
+        """Whether enough is new since the last forest."""
+        new = self.reservoir.num_added - self._fitted_at
+        size = len(self.reservoir)
+        if self.forest is None:
+            return size >= MIN_FIT_ROWS
+        return new >= max(MIN_NEW_ROWS, size // NEW_ROWS_SHARE)
+
+    def training_data(self) -> TrainingData:
+        rows, targets = self.reservoir.data()
+        return TrainingData(rows, targets, self.reservoir.num_added)
+
+    def fit_forest(self, data: TrainingData) -> Forest:
+        """A forest for ``adopt``; touches nothing of this object that changes."""
+        return fit(data.rows, data.targets, self._parameters, self._seed + data.num_added)
+
+    def adopt(self, forest: Forest, data: TrainingData) -> None:
+        """Forecast with this forest from now on."""
+        self.forest = forest
+        self._fitted_at = data.num_added
+
+    def refit(self) -> None:
+        """Fit and adopt, here and now."""
+        data = self.training_data()
+        self.adopt(self.fit_forest(data), data)
+
+    @property
+    def fitted_at(self) -> int:
+        """Real answers that had been learnt when the forest in use was fitted."""
+        return self._fitted_at
+
+    # State.
+
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Everything learnt, as named arrays."""
+        parts = {
+            "history": self.history.state(),
+            "words": self.words.state(),
+            "reservoir": self.reservoir.state(),
+            "calibration": self.calibrator.state(),
+        }
+        arrays = {f"{part}.{name}": a for part, named in parts.items() for name, a in named.items()}
+        arrays["prior_mean"] = np.array([self.history.prior_mean])
+        return arrays
+
+    def restore(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
+        """Go on from ``state``; the forest is fitted anew or adopted by the caller.
+
+        Raises:
+            ValueError: the arrays are not those of a length model; nothing may be relied on then.
+        """
+        try:
+            for part, target in (
+                ("history", self.history),
+                ("words", self.words),
+                ("reservoir", self.reservoir),
+                ("calibration", self.calibrator),
+            ):
+                prefix = part + "."
+                named = {k[len(prefix) :]: a for k, a in arrays.items() if k.startswith(prefix)}
+                target.restore(named)
+            prior_mean = float(arrays["prior_mean"].astype(np.float64)[0])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"not the state of a length model: {error!r}") from error
+        if not math.isfinite(prior_mean):
+            raise ValueError("the prior mean is not a number")
+        self.history.prior_mean = prior_mean
+
+
+def _bell() -> Floats:
+    """Deviations of a log-normal length with a spread of one, at ``POINT_LEVELS``."""
+    rng = np.random.default_rng(0)
+    sample: Floats = rng.standard_normal(200_000)
+    bell: Floats = np.asarray(np.quantile(sample, POINT_LEVELS), dtype=np.float64)
+    return bell
+
+
+_BELL = _bell()

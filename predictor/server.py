@@ -1,0 +1,316 @@
+"""The predictor process: one loop that answers, learns, fits in the background and saves.
+
+``python -m predictor --address ipc:///run/jitserve/predictor --state-dir DIR``. Whatever
+comes over the socket is decoded into known messages or dropped with a count.
+"""
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import assert_never
+
+from core.channel import RouterChannel
+from core.checkpoint import CheckpointStore
+from core.clock import Clock
+from predictor import state
+from predictor.features import WORD_BUCKETS
+from predictor.forest import Forest
+from predictor.model import Asked, LengthModel, Request, TrainingData
+from predictor.protocol import (
+    MAX_BATCH,
+    MAX_ID_CHARS,
+    Ask,
+    AskStatus,
+    CalibrationUpdate,
+    Ended,
+    Ending,
+    Forecast,
+    Forecasts,
+    FromPredictor,
+    Hello,
+    Question,
+    Ready,
+    Status,
+    ToPredictor,
+    features_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_PASS = 64
+MAX_PENDING = 20_000
+"""Requests that were forecast and have not ended; the oldest are forgotten first."""
+MAX_PEERS = 1024
+MAX_WORDS = 64
+FIT_SHARE = 10.0
+"""After a fit at least so many times its duration passes before the next one."""
+MAX_OUTPUT_TOKENS = 1 << 30
+
+Send = Callable[[bytes, FromPredictor], bool]
+
+
+class PredictorServer:
+    """Everything but the socket: messages in, messages out through ``send``.
+
+    Args:
+        session: differs from that of every other start, so that clients notice.
+        store: where checkpoints go; None keeps nothing.
+        time_of_day_s: the wall clock, a feature of requests.
+    """
+
+    def __init__(
+        self,
+        model: LengthModel,
+        send: Send,
+        clock: Clock,
+        *,
+        session: int,
+        store: CheckpointStore | None = None,
+        checkpoint_every_s: float = 60.0,
+        time_of_day_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._model = model
+        self._send = send
+        self._clock = clock
+        self._session = session
+        self._store = store
+        self._checkpoint_every_s = checkpoint_every_s
+        self._time_of_day_s = time_of_day_s
+        self._pending: OrderedDict[tuple[bytes, str], Asked] = OrderedDict()
+        self._calibration_of: OrderedDict[bytes, int] = OrderedDict()
+        """The calibration version that each peer has been told; a peer in here was greeted."""
+        self.counters: Counter[str] = Counter()
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, initializer=_give_way)
+        self._fitting: tuple[concurrent.futures.Future[Forest], TrainingData, float] | None = None
+        self._saving: concurrent.futures.Future[object] | None = None
+        self._next_fit_s = -float("inf")
+        self._next_save_s = clock.now_s() + checkpoint_every_s
+        self._learnt_at_save = model.reservoir.num_added
+        self._is_save_trouble_told = False
+
+    # Messages.
+
+    def handle(self, messages: list[tuple[bytes, ToPredictor]]) -> None:
+        """Answer and learn; questions of one pass are forecast together."""
+        questions: list[tuple[bytes, Question]] = []
+        for peer, message in messages:
+            if peer not in self._calibration_of:
+                self._greet(peer)
+            match message:
+                case Hello():
+                    self._send(peer, Ready(self._session))
+                case Ask():
+                    self._calibration_of[peer] = message.calibration_version
+                    questions += [(peer, question) for question in message.questions]
+                case Ended():
+                    for ending in message.endings:
+                        self._learn(peer, ending)
+                case AskStatus():
+                    self._send(peer, self.status())
+                case _:
+                    assert_never(message)
+        for start in range(0, len(questions), MAX_BATCH):
+            self._answer(questions[start : start + MAX_BATCH])
+
+    def status(self) -> Status:
+        """Liveness and counts."""
+        model = self._model
+        counts = {
+            **self.counters,
+            "pending": len(self._pending),
+            "learnt": model.reservoir.num_added,
+            "rows": len(model.reservoir),
+            "prior_rows": model.reservoir.num_prior,
+            "fitted_at": model.fitted_at,
+            "calibration": model.calibrator.version,
+        }
+        return Status(self._session, counts, model.calibrator.coverage())
+
+    def _greet(self, peer: bytes) -> None:
+        self._calibration_of[peer] = -1
+        while len(self._calibration_of) > MAX_PEERS:
+            self._calibration_of.popitem(last=False)
+        self._send(peer, Ready(self._session))
+
+    def _answer(self, questions: list[tuple[bytes, Question]]) -> None:
+        good: list[tuple[bytes, Question, Request]] = []
+        for peer, question in questions:
+            try:
+                good.append((peer, question, _request_of(question)))
+            except ValueError:
+                self.counters["bad_questions"] += 1
+        asked = self._model.forecast([item[2] for item in good], self._time_of_day_s())
+        answers: dict[bytes, list[Forecast]] = {}
+        for (peer, question, _), one in zip(good, asked, strict=True):
+            key = (peer, question.request_id)
+            self._pending[key] = one
+            self._pending.move_to_end(key)
+            forecast = Forecast(question.request_id, one.points.astype("<f4").tobytes())
+            answers.setdefault(peer, []).append(forecast)
+        while len(self._pending) > MAX_PENDING:
+            self._pending.popitem(last=False)
+            self.counters["forgotten"] += 1
+        self.counters["forecasts"] += len(good)
+        for peer, forecasts in answers.items():
+            self._send_calibration(peer)
+            self._send(peer, Forecasts(tuple(forecasts)))
+
+    def _send_calibration(self, peer: bytes) -> None:
+        calibrator = self._model.calibrator
+        if self._calibration_of.get(peer) != calibrator.version:
+            factors = calibrator.factors.astype("<f4").tobytes()
+            if self._send(peer, CalibrationUpdate(calibrator.version, factors)):
+                self._calibration_of[peer] = calibrator.version
+
+    def _learn(self, peer: bytes, ending: Ending) -> None:
+        asked = self._pending.pop((peer, ending.request_id), None)
+        if asked is None:
+            self.counters["unknown_endings"] += 1
+        elif not 0 <= ending.output_tokens <= MAX_OUTPUT_TOKENS:
+            self.counters["bad_endings"] += 1
+        else:
+            self._model.learn(asked, ending.output_tokens, is_cut=ending.is_cut)
+            self.counters["cut_endings" if ending.is_cut else "endings"] += 1
+
+    # Work beside the messages.
+
+    def tend(self) -> None:
+        """Fit and save where it is time to; call it in every pass."""
+        now_s = self._clock.now_s()
+        self._tend_forest(now_s)
+        self._tend_checkpoint(now_s)
+
+    def fit_now(self) -> None:
+        """Fit before serving: the first forest."""
+        if self._model.is_fit_due():
+            self._model.refit()
+
+    def close(self) -> None:
+        """Save what has been learnt and end the worker."""
+        if self._saving is not None:
+            concurrent.futures.wait([self._saving], timeout=30)
+        if self._model.reservoir.num_added != self._learnt_at_save:
+            self._save()
+            if self._saving is not None:
+                concurrent.futures.wait([self._saving], timeout=30)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _tend_forest(self, now_s: float) -> None:
+        if self._fitting is not None:
+            future, data, started_s = self._fitting
+            if not future.done():
+                return
+            self._fitting = None
+            self._next_fit_s = now_s + FIT_SHARE * max(now_s - started_s, 0.0)
+            error = future.exception()
+            if error is not None:
+                self.counters["failed_fits"] += 1
+                logger.error("forest_fit_failed error=%r: the forest before stays", error)
+                return
+            self._model.adopt(future.result(), data)
+            self.counters["fits"] += 1
+        elif now_s >= self._next_fit_s and self._model.is_fit_due():
+            data = self._model.training_data()
+            self._fitting = (self._worker.submit(self._model.fit_forest, data), data, now_s)
+
+    def _tend_checkpoint(self, now_s: float) -> None:
+        if self._saving is not None and self._saving.done():
+            error = self._saving.exception()
+            self._saving = None
+            if error is not None:
+                self.counters["failed_checkpoints"] += 1
+                if not self._is_save_trouble_told:
+                    self._is_save_trouble_told = True
+                    logger.warning("checkpoint_failed error=%r: learning goes on unsaved", error)
+            else:
+                self.counters["checkpoints"] += 1
+                self._is_save_trouble_told = False
+        is_news = self._model.reservoir.num_added != self._learnt_at_save
+        if now_s >= self._next_save_s and self._saving is None and is_news:
+            self._next_save_s = now_s + self._checkpoint_every_s
+            self._save()
+
+    def _save(self) -> None:
+        if self._store is None:
+            return
+        self._learnt_at_save = self._model.reservoir.num_added
+        # Encoded here, where nothing changes meanwhile; the slow disk is the worker's.
+        payload = state.encode(self._model)
+        self._saving = self._worker.submit(self._store.save, payload)
+
+
+def _request_of(question: Question) -> Request:
+    """Raises ValueError for what no client of ours sends."""
+    is_sane = (
+        0 < len(question.request_id) <= MAX_ID_CHARS
+        and all(0 <= name < 1 << 63 for name in (question.model, question.tenant, question.node))
+        and len(question.words) <= MAX_WORDS
+        and all(0 <= word < WORD_BUCKETS for word in question.words)
+    )
+    if not is_sane:
+        raise ValueError("not a question")
+    return Request(
+        features_of(question), question.model, question.tenant, question.node, question.words
+    )
+
+
+def _give_way() -> None:
+    """Fitting and saving yield the processor to answering, and to the engine."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+
+
+def restored_model(
+    make: Callable[[], LengthModel], store: CheckpointStore | None
+) -> tuple[LengthModel, str]:
+    """A model that knows what is known: the newest good checkpoint, else the shipped prior.
+
+    Returns:
+        The model, and where it is from: ``checkpoint``, ``prior`` or ``nothing``.
+    """
+
+    def restored(data: bytes) -> LengthModel:
+        # A model of its own for each try: a bad state may have been half read.
+        model = make()
+        state.decode_into(data, model)
+        return model
+
+    model = None if store is None else store.newest(restored)
+    if model is not None:
+        return model, "checkpoint"
+    model = make()
+    try:
+        state.start_from_prior(model, state.decode_prior(state.PRIOR_PATH.read_bytes()))
+    except (OSError, ValueError) as error:
+        logger.warning("prior_unusable path=%s error=%s", state.PRIOR_PATH, error)
+        return make(), "nothing"
+    return model, "prior"
+
+
+class Loop:
+    """The socket, the server and when to end."""
+
+    def __init__(
+        self,
+        channel: RouterChannel[FromPredictor, ToPredictor],
+        server: PredictorServer,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._channel = channel
+        self._server = server
+        self._is_over = is_over
+
+    def run(self) -> None:
+        """Until ``is_over``, which is asked at least every quarter of a second."""
+        server = self._server
+        while not self._is_over():
+            if self._channel.wait(0.25):
+                server.handle(self._channel.receive(MESSAGES_PER_PASS))
+            for kind in ("garbage", "version", "size", "unsent"):
+                server.counters[f"wire_{kind}"] = self._channel.counters[kind]
+            server.tend()
+        server.close()
