@@ -4,12 +4,15 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from bench import optimum, overhead, plot, scheduler, serve
+from bench import collect, optimum, overhead, plot, predictor, prior, scheduler, serve
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
+    "collect": collect.main,
     "optimum": optimum.main,
     "overhead": overhead.main,
     "plot": plot.main,
+    "predictor": predictor.main,
+    "prior": prior.main,
     "scheduler": scheduler.main,
     "serve": serve.main,
 }
@@ -24,7 +27,10 @@ def main(argv: list[str]) -> int:
         "scheduler: time to plan a frame. "
         "optimum: goodput against the exact optimum of small instances. "
         "serve: SLO attainment and goodput of several policies at an overload. "
-        "plot: a chart of a serve run.",
+        "plot: a chart of a serve run. "
+        "predictor: the length predictor's latency, coverage and rivals. "
+        "collect: answer lengths of prompts on a running server, to learn from. "
+        "prior: make what the length predictor starts from.",
     )
     parser.add_argument("name", choices=sorted(BENCHES))
     args = parser.parse_args(argv[:1])

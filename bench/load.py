@@ -36,6 +36,8 @@ class Offer(msgspec.Struct, frozen=True):
     slo_type: str
     prompt: str
     max_tokens: int
+    known_tokens: int | None = None
+    """How long the answer will be, told to a server that believes it (oracles)."""
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -164,6 +166,8 @@ async def _read(
 ) -> None:
     """Read one answer; a streamed chunk with text counts as a token when it is here."""
     messages: list[Any] = [{"role": "user", "content": offer.prompt}]
+    if offer.known_tokens is not None:
+        fields = {**fields, "custom_params": {"known_output_tokens": offer.known_tokens}}
     options: dict[str, Any] = {
         "model": "default",
         "messages": messages,

@@ -23,13 +23,19 @@ from bench.load import Offer, Result, Targets, make_offers, play
 from core.clock import MonotonicClock
 
 STOCK = "sglang"
+FALLBACK = "+fallback"
+"""Behind a policy's name: without the predictor's forecasts, by the lengths of each class."""
 CLASSES = ("latency", "deadline", "best_effort")
 
 
 def main(argv: list[str]) -> int:
     """``python -m bench serve``."""
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
-    parser.add_argument("--policies", default="sglang,fcfs,edf,gmax", help="(default: %(default)s)")
+    parser.add_argument(
+        "--policies",
+        default="sglang,fcfs,edf,gmax",
+        help="by name; with +fallback behind it without forecasts (default: %(default)s)",
+    )
     parser.add_argument(
         "--overload", type=float, default=1.5, help="times the capacity (default: %(default)s)"
     )
@@ -74,13 +80,18 @@ def _measure(
 ) -> tuple[Targets, dict[str, list[Result]]]:
     results: dict[str, list[Result]] = defaultdict(list)
     flags = ["--max-running-requests", str(args.running)]
+    needs_lengths = any("oracle" in policy for policy in policies)
+    if needs_lengths:
+        # In float32 the same prompt gives the same answer whatever else is in the batch.
+        flags += ["--dtype", "float32", "--test-known-lengths"]
     ours = [policy for policy in policies if policy != STOCK]
     with contextlib.ExitStack() as stack:
         urls = {}
         if STOCK in policies:
             urls[STOCK] = stack.enter_context(servers.server(STOCK, flags, args.model))
         if ours:
-            url = stack.enter_context(servers.server(ours[0], flags, args.model))
+            first = ours[0].removesuffix(FALLBACK)
+            url = stack.enter_context(servers.server(first, flags, args.model))
             urls.update(dict.fromkeys(ours, url))
         targets = _calibrate(args, next(iter(urls.values())))
         print(targets.describe(args.overload), flush=True)
@@ -93,6 +104,8 @@ def _measure(
                 args.prompts,
                 args.seed + round_index,
             )
+            if needs_lengths:
+                offers = _with_lengths(offers, urls[ours[0]], args.running)
             for policy in [*policies[turn:], *policies[:turn]]:
                 results[policy] += _round(policy, urls[policy], offers, targets)
                 print(f"round {round_index + 1}/{args.rounds} {policy}: done", flush=True)
@@ -123,9 +136,30 @@ def _calibrate(args: argparse.Namespace, url: str) -> Targets:
 
 def _round(policy: str, url: str, offers: Sequence[Offer], targets: Targets) -> list[Result]:
     if policy != STOCK:
-        servers.use_policy(url, policy)
+        has_forecasts = not policy.endswith(FALLBACK)
+        servers.use_policy(url, policy.removesuffix(FALLBACK), forecasts=has_forecasts)
     servers.flush(url)
     return asyncio.run(play(url, offers, targets, patience_s=1.5 * targets.deadline_s))
+
+
+def _with_lengths(offers: Sequence[Offer], url: str, running: int) -> list[Offer]:
+    """The same load with each answer's length, which a pass without objectives finds out."""
+    servers.use_policy(url, "fcfs")
+    prompts = list(dict.fromkeys(offer.prompt for offer in offers))
+    asks = [
+        Offer(0.05 * index, "best_effort", prompt, offers[0].max_tokens)
+        for index, prompt in enumerate(prompts)
+    ]
+    unhurried = Targets(1.0, 1.0, 1.0, 1.0, 0.0)
+    results = asyncio.run(play(url, asks, unhurried, patience_s=3600))
+    length_of = {
+        prompt: result.output_tokens
+        for prompt, result in zip(prompts, results, strict=True)
+        if result.ending == "finished"
+    }
+    return [
+        msgspec.structs.replace(offer, known_tokens=length_of.get(offer.prompt)) for offer in offers
+    ]
 
 
 def _goodput(results: Sequence[Result]) -> tuple[int, int]:

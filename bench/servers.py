@@ -34,7 +34,9 @@ def server(policy: str, flags: list[str], model: str = "demo") -> Iterator[str]:
     """A running server's base URL; it sleeps while idle, so that two can share a machine."""
     port = free_port()
     command = [sys.executable, "launch.py", "--model", model, "--port", str(port)]
-    command += ["--policy", policy, "--sleep-on-idle", "--log-level", "warning", *flags]
+    command += ["--policy", policy, "--sleep-on-idle", "--log-level", "warning"]
+    # What one run has learnt must not help the next.
+    command += ["--predictor-state", "none", *flags]
     with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix=f"bench-{policy}-") as log:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
@@ -65,9 +67,10 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None
     raise ServerFailedError(f"a server did not start:\n{tail}")
 
 
-def use_policy(url: str, policy: str) -> None:
-    """Switch one of our servers to another policy while it runs."""
-    response = httpx.post(f"{url}/slo/policy", json={"policy": policy}, timeout=30)
+def use_policy(url: str, policy: str, *, forecasts: bool = True) -> None:
+    """Switch one of our servers to another policy while it runs, with or without forecasts."""
+    body = {"policy": policy, "forecasts": forecasts}
+    response = httpx.post(f"{url}/slo/policy", json=body, timeout=30)
     response.raise_for_status()
 
 

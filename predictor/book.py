@@ -4,9 +4,10 @@ Holds each live request's whole distribution and the latest calibration. Everyth
 arithmetic on what is there already; nothing waits.
 """
 
+import numpy as np
+
 from predictor.calibration import Factors, bucket_of, calibrated, no_factors
 from predictor.distribution import (
-    MAX_TOKENS,
     Points,
     at_level,
     remaining_at_levels,
@@ -54,8 +55,8 @@ class LengthBook:
         if remaining is None:
             return None
         self.num_refinements += 1
-        total: Points = (remaining + generated_tokens).clip(generated_tokens + 0.5, MAX_TOKENS)
-        return total
+        remaining += np.float32(generated_tokens)
+        return np.maximum(remaining, np.float32(generated_tokens + 0.5), out=remaining)
 
     def bound_tokens(self, request_id: str, generated_tokens: int, quantile: float) -> float | None:
         """The upper bound of the total output tokens at a quantile; None without a forecast."""

@@ -8,6 +8,8 @@ multiplicative scores, over a rolling window: Lei et al., "Distribution-Free Pre
 Inference for Regression", JASA 2018; the study's "per-g").
 """
 
+import bisect
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +25,7 @@ from predictor.distribution import (
 
 MARKS: Ints = np.array([0, 50, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 6400])
 """Generated tokens at which a progress bucket begins."""
+_MARKS: list[int] = MARKS.tolist()
 NUM_BUCKETS = len(MARKS)
 Factors = npt.NDArray[np.float32]
 """Shape (NUM_BUCKETS, NUM_LEVELS)."""
@@ -47,12 +50,13 @@ def no_factors() -> Factors:
 
 def bucket_of(generated_tokens: int) -> int:
     """The progress bucket of a request that has so many tokens."""
-    return int(MARKS.searchsorted(generated_tokens, "right")) - 1
+    return bisect.bisect_right(_MARKS, generated_tokens) - 1
 
 
 def calibrated(remaining: Points, factors: Points) -> Points:
     """Remaining tokens at ``LEVELS`` times their factors, kept ascending. (…, NUM_LEVELS)."""
-    result: Points = np.maximum.accumulate(remaining * factors, axis=-1)
+    result = remaining * factors
+    np.maximum.accumulate(result, axis=-1, out=result)
     return result
 
 

@@ -175,6 +175,10 @@ class PredictorClient:
             "unanswered": sum(not item.is_answered for item in self._open.values()),
         }
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message is here within ``timeout_s``; for tests and tools, never in a frame."""
+        return self._channel.wait(timeout_s)
+
     def close(self) -> None:
         self._channel.close()
 
@@ -223,11 +227,10 @@ class PredictorClient:
         return News(tuple(forecasts), factors)
 
     def _greet(self, session: int) -> None:
-        if session == self._session:
+        before, self._session = self._session, session
+        if before is None or before == session:
             return
-        if self._session is not None:
-            logger.info("predictor_restarted open_requests=%d", len(self._open))
-        self._session = session
+        logger.info("predictor_restarted open_requests=%d", len(self._open))
         self._calibration_version = -1
         for request_id, item in self._open.items():
             # It has forgotten them: without being asked again it could not learn from their end.

@@ -34,6 +34,7 @@ def _tail_places() -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
 
 
 _LOW, _HIGH, _FRACTION = _tail_places()
+_LOW_ROWS, _HIGH_ROWS, _FRACTION_ROWS = list(_LOW), list(_HIGH), list(_FRACTION)
 # Longer than all but a few answers like it: as the Lindy rule has it, about half as long
 # again on average, with an exponential's spread.
 _LINDY: Points = (-np.log1p(-LEVELS) * 0.5).astype(np.float32)
@@ -53,8 +54,12 @@ def remaining_at_levels(points: Points, generated_tokens: int) -> Points:
     if ahead < MIN_AHEAD:
         lindy: Points = _LINDY * np.float32(max(generated_tokens, MIN_LINDY_TOKENS))
         return lindy
-    low = points[_LOW[ahead]]
-    remaining: Points = low + (points[_HIGH[ahead]] - low) * _FRACTION[ahead] - g
+    low = points.take(_LOW_ROWS[ahead])
+    remaining: Points = points.take(_HIGH_ROWS[ahead])
+    remaining -= low
+    remaining *= _FRACTION_ROWS[ahead]
+    remaining += low
+    remaining -= g
     return remaining
 
 

@@ -29,6 +29,8 @@ class ForestParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     num_trees: int = 100
     min_samples_leaf: int = 20
+    """With many rows; an eightieth of them where they are fewer."""
+    least_samples_leaf: int = 5
     max_features: float = 0.33
     max_depth: int = 14
 
@@ -153,7 +155,7 @@ def grow(
         raise ValueError("a forest takes two or more rows of finite numbers")
     forest = RandomForestQuantileRegressor(
         n_estimators=parameters.num_trees,
-        min_samples_leaf=min(parameters.min_samples_leaf, max(len(rows) // 4, 1)),
+        min_samples_leaf=leaf_size(len(rows), parameters),
         max_features=parameters.max_features,
         max_depth=parameters.max_depth,
         max_samples_leaf=1,
@@ -162,6 +164,12 @@ def grow(
     )
     forest.fit(rows, targets)
     return forest
+
+
+def leaf_size(num_rows: int, parameters: ForestParameters) -> int:
+    """The least rows in a leaf: few rows cannot fill large leaves and tell anything apart."""
+    least = min(parameters.least_samples_leaf, parameters.min_samples_leaf)
+    return max(min(parameters.min_samples_leaf, num_rows // 80), min(least, num_rows // 4), 1)
 
 
 def flatten(forest: Any, rows: Rows, targets: Floats) -> Forest:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import assert_never
 
@@ -45,7 +45,11 @@ MESSAGES_PER_PASS = 64
 MAX_PENDING = 20_000
 """Requests that were forecast and have not ended; the oldest are forgotten first."""
 MAX_PEERS = 1024
+FIRST_CHECKPOINT_S = 5.0
 MAX_WORDS = 64
+ENDINGS_PER_PASS = 8
+"""Learning waits behind answering: a question must not queue behind many of these."""
+MAX_BACKLOG = 50_000
 FIT_SHARE = 10.0
 """After a fit at least so many times its duration passes before the next one."""
 MAX_OUTPUT_TOKENS = 1 << 30
@@ -83,12 +87,13 @@ class PredictorServer:
         self._pending: OrderedDict[tuple[bytes, str], Asked] = OrderedDict()
         self._calibration_of: OrderedDict[bytes, int] = OrderedDict()
         """The calibration version that each peer has been told; a peer in here was greeted."""
+        self._backlog: deque[tuple[bytes, Ending]] = deque(maxlen=MAX_BACKLOG)
         self.counters: Counter[str] = Counter()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, initializer=_give_way)
         self._fitting: tuple[concurrent.futures.Future[Forest], TrainingData, float] | None = None
         self._saving: concurrent.futures.Future[object] | None = None
         self._next_fit_s = -float("inf")
-        self._next_save_s = clock.now_s() + checkpoint_every_s
+        self._next_save_s = clock.now_s() + min(FIRST_CHECKPOINT_S, checkpoint_every_s)
         self._learnt_at_save = model.reservoir.num_added
         self._is_save_trouble_told = False
 
@@ -107,8 +112,7 @@ class PredictorServer:
                     self._calibration_of[peer] = message.calibration_version
                     questions += [(peer, question) for question in message.questions]
                 case Ended():
-                    for ending in message.endings:
-                        self._learn(peer, ending)
+                    self._backlog.extend((peer, ending) for ending in message.endings)
                 case AskStatus():
                     self._send(peer, self.status())
                 case _:
@@ -122,6 +126,7 @@ class PredictorServer:
         counts = {
             **self.counters,
             "pending": len(self._pending),
+            "backlog": len(self._backlog),
             "learnt": model.reservoir.num_added,
             "rows": len(model.reservoir),
             "prior_rows": model.reservoir.num_prior,
@@ -178,8 +183,15 @@ class PredictorServer:
 
     # Work beside the messages.
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are endings to learn from."""
+        return bool(self._backlog)
+
     def tend(self) -> None:
-        """Fit and save where it is time to; call it in every pass."""
+        """Learn a little, fit and save where it is time to; call it in every pass."""
+        for _ in range(min(ENDINGS_PER_PASS, len(self._backlog))):
+            self._learn(*self._backlog.popleft())
         now_s = self._clock.now_s()
         self._tend_forest(now_s)
         self._tend_checkpoint(now_s)
@@ -191,6 +203,8 @@ class PredictorServer:
 
     def close(self) -> None:
         """Save what has been learnt and end the worker."""
+        while self._backlog:
+            self._learn(*self._backlog.popleft())
         if self._saving is not None:
             concurrent.futures.wait([self._saving], timeout=30)
         if self._model.reservoir.num_added != self._learnt_at_save:
@@ -308,7 +322,7 @@ class Loop:
         """Until ``is_over``, which is asked at least every quarter of a second."""
         server = self._server
         while not self._is_over():
-            if self._channel.wait(0.25):
+            if self._channel.wait(0.0 if server.is_behind else 0.25):
                 server.handle(self._channel.receive(MESSAGES_PER_PASS))
             for kind in ("garbage", "version", "size", "unsent"):
                 server.counters[f"wire_{kind}"] = self._channel.counters[kind]

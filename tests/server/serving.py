@@ -24,6 +24,7 @@ SHARED_FLAGS = (
     *("--model", "demo", "--policy", "gmax", "--dtype", "float32", "--frame-steps", "8"),
     *("--max-running-requests", str(MAX_BATCH), "--max-total-tokens", "16384"),
     *("--chunked-prefill-size", str(CHUNKED_PREFILL_TOKENS)),
+    *("--predictor-state", "none"),
 )
 
 

@@ -1,0 +1,216 @@
+"""Measures of length forecasts, and how they are taken on held-out and on streamed answers.
+
+Formulas: docs/metrics.md. A forecaster is asked in batches and told afterwards how long the
+answers became; whatever calibrates online sees only answers that were over before.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from scipy.stats import kendalltau
+
+from bench.lengths import Sample
+from bench.rivals import Rival
+from predictor.book import LengthBook
+from predictor.calibration import Calibrator
+from predictor.distribution import Points, at_level
+from predictor.model import Asked, LengthModel
+
+PROGRESS: tuple[int, ...] = (0, 50, 100, 200, 400)
+PINBALL_LEVELS: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
+BATCH = 32
+NOON_S = 43_200.0
+
+
+class Forecaster(Protocol):
+    """Asked, then told."""
+
+    def train(self, samples: Sequence[Sample]) -> None: ...
+
+    def ask(self, samples: Sequence[Sample]) -> Points:
+        """(n, NUM_POINTS) before calibration."""
+        ...
+
+    def tell(self, samples: Sequence[Sample]) -> None:
+        """How long those that were asked about last became."""
+        ...
+
+    @property
+    def calibrator(self) -> Calibrator: ...
+
+
+class ForestForecaster:
+    """The predictor's own model, learning as it goes.
+
+    Args:
+        tenant_of: how a sample's tenant is named.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        quantile: float,
+        tenant_of: Callable[[Sample], str] = lambda sample: "",
+    ) -> None:
+        self.model = LengthModel(seed=seed, quantile=quantile)
+        self._tenant_of = tenant_of
+        self._asked: list[Asked] = []
+
+    @property
+    def calibrator(self) -> Calibrator:
+        return self.model.calibrator
+
+    def train(self, samples: Sequence[Sample]) -> None:
+        for start in range(0, len(samples), BATCH):
+            batch = samples[start : start + BATCH]
+            self.ask(batch)
+            self.tell(batch)
+        self.model.refit()
+
+    def ask(self, samples: Sequence[Sample]) -> Points:
+        requests = [sample.request(tenant=self._tenant_of(sample)) for sample in samples]
+        self._asked = self.model.forecast(requests, NOON_S)
+        return np.stack([asked.points for asked in self._asked])
+
+    def tell(self, samples: Sequence[Sample]) -> None:
+        for asked, sample in zip(self._asked, samples, strict=True):
+            self.model.learn(asked, sample.output_tokens, is_cut=sample.is_cut)
+        if self.model.is_fit_due():
+            self.model.refit()
+
+
+class RivalForecaster:
+    """A rival with the same online calibration as ours, so that only the forecast differs."""
+
+    def __init__(self, rival: Rival, seed: int, quantile: float, *, is_calibrated: bool) -> None:
+        self._rival = rival
+        self._seed = seed
+        self._quantile = quantile
+        self._is_calibrated = is_calibrated
+        self._points: Points = np.zeros((0, 0), dtype=np.float32)
+        self._calibrator = Calibrator()
+
+    @property
+    def calibrator(self) -> Calibrator:
+        return self._calibrator
+
+    def train(self, samples: Sequence[Sample]) -> None:
+        # Calibrated on a fifth that was not trained on, then trained on all.
+        cut = len(samples) * 4 // 5
+        self._rival.fit(samples[:cut], self._seed)
+        self.ask(samples[cut:])
+        self.tell(samples[cut:])
+        self._rival.fit(samples, self._seed)
+
+    def ask(self, samples: Sequence[Sample]) -> Points:
+        self._points = self._rival.points(samples)
+        return self._points
+
+    def tell(self, samples: Sequence[Sample]) -> None:
+        if not self._is_calibrated:
+            return
+        for points, sample in zip(self._points, samples, strict=True):
+            # They know no better than that a cut answer is as long as it got.
+            self._calibrator.learn(points, sample.output_tokens, self._quantile)
+
+
+class Scores(msgspec.Struct):
+    """What was seen of one forecaster. Lists hold one number per answer that got so far."""
+
+    is_within: dict[int, list[float]]
+    ratio: dict[int, list[float]]
+    pinball: dict[int, list[float]]
+    median: list[float]
+    truth: list[float]
+
+
+def no_scores() -> Scores:
+    """Scores of nothing yet."""
+    return Scores(
+        {g: [] for g in PROGRESS}, {g: [] for g in PROGRESS}, {g: [] for g in PROGRESS}, [], []
+    )
+
+
+def judge(
+    forecaster: Forecaster, samples: Sequence[Sample], quantile: float, scores: Scores
+) -> None:
+    """Ask and tell ``samples`` in order, and note how each forecast did."""
+    for start in range(0, len(samples), BATCH):
+        batch = samples[start : start + BATCH]
+        points = forecaster.ask(batch)
+        book = LengthBook()
+        book.calibrate(forecaster.calibrator.factors)
+        for index, sample in enumerate(batch):
+            book.enter("it", points[index])
+            _note(book, sample, quantile, scores)
+        forecaster.tell(batch)
+
+
+def _note(book: LengthBook, sample: Sample, quantile: float, scores: Scores) -> None:
+    truth = float(sample.output_tokens)
+    for g in PROGRESS:
+        if truth <= g:
+            break
+        total = book.refine("it", g)
+        if total is None:
+            continue
+        bound = math.ceil(float(at_level(total, quantile)))
+        scores.is_within[g].append(_within(total, bound, sample, quantile))
+        # As the scheduler has it: no answer is longer than it may become.
+        total = np.minimum(total, np.float32(sample.facts.max_output_tokens))
+        scores.ratio[g].append(min(bound, sample.facts.max_output_tokens) / truth)
+        errors = [(level, truth - float(at_level(total, level))) for level in PINBALL_LEVELS]
+        scores.pinball[g].append(
+            sum(max(level * e, (level - 1) * e) for level, e in errors) / len(errors)
+        )
+        if g == 0:
+            scores.median.append(float(at_level(total, 0.5)))
+            scores.truth.append(truth)
+
+
+def _within(total: Points, bound: float, sample: Sample, quantile: float) -> float:
+    """1 for an answer within its bound, 0 for one that outgrew it.
+
+    A cut answer is longer than its limit and nobody knows by how much: it counts with the
+    forecast's own probability of ending within the bound, given that it is longer.
+    """
+    if not sample.is_cut:
+        return float(sample.output_tokens <= bound)
+    shorter = float((total <= sample.output_tokens).mean())
+    return min(max((quantile - shorter) / max(1.0 - shorter, 1e-9), 0.0), 1.0)
+
+
+def summary(scores: Scores) -> dict[str, float]:
+    """Flat figures: coverage, ratio and pinball loss by progress, and Kendall's tau."""
+    figures: dict[str, float] = {"cases": float(len(scores.truth))}
+    for g in PROGRESS:
+        within, ratio = scores.is_within[g], scores.ratio[g]
+        if not within:
+            continue
+        figures[f"cases_{g}"] = float(len(within))
+        figures[f"coverage_{g}"] = float(np.mean(within))
+        for name, level in (("p5", 0.05), ("p50", 0.5), ("p95", 0.95)):
+            figures[f"ratio_{name}_{g}"] = float(np.quantile(ratio, level))
+        figures[f"pinball_{g}"] = float(np.mean(scores.pinball[g]))
+    if len(scores.truth) > 1:
+        tau = float(kendalltau(scores.median, scores.truth).statistic)
+        figures["kendall_tau"] = tau if math.isfinite(tau) else 0.0
+    return figures
+
+
+def folds(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
+    """Samples in ``count`` random parts; the same prompt is never in two of them."""
+    rng = np.random.default_rng(seed)
+    prompts = sorted({_prompt_key(sample) for sample in samples})
+    part_of = dict(zip(prompts, rng.permutation(len(prompts)) % count, strict=True))
+    parts: list[list[Sample]] = [[] for _ in range(count)]
+    for index in rng.permutation(len(samples)):
+        parts[part_of[_prompt_key(samples[index])]].append(samples[index])
+    return parts
+
+
+def _prompt_key(sample: Sample) -> tuple[int, ...]:
+    return (*sample.cues.words, *(int(v * 1000) for v in sample.cues.values))
