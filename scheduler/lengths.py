@@ -132,9 +132,13 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     outlived = ahead == 0
     count = np.maximum(ahead, 1)
     mean = (points * is_ahead).sum(axis=1) / count - generated
-    first = np.minimum(NUM_POINTS - ahead, NUM_POINTS - 1)
-    position = np.minimum(first + (quantile * count).astype(np.int64), NUM_POINTS - 1)
-    bound = points[np.arange(len(index)), position] - generated
+    # The i-th of n points ahead stands for the level (i + 0.5) / n of what is still possible.
+    place = NUM_POINTS - count + np.clip(quantile * count - 0.5, 0.0, count - 1.0)
+    low = place.astype(np.int64)
+    high = np.minimum(low + 1, NUM_POINTS - 1)
+    rows = np.arange(len(index))
+    lower = points[rows, low]
+    bound = lower + (points[rows, high] - lower) * (place - low) - generated
     # Longer than every answer seen: as the Lindy rule has it, half as long again.
     mean = np.where(outlived, np.maximum(generated * 0.5, 16.0), mean)
     bound = np.where(outlived, room, bound)

@@ -41,14 +41,14 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 23337,
+    "gmax": 23734,
     "gmax-oracle": 24879,
     "gmax-no-analyzer": 22855,
-    "gmax-no-gmax": 18652,
-    "gmax-no-grouping": 23337,
+    "gmax-no-gmax": 18087,
+    "gmax-no-grouping": 23734,
     "gmax-no-jit": 24481,
-    "gmax-no-adaptive-batch": 23337,
-    "gmax-paper": 20687,
+    "gmax-no-adaptive-batch": 23734,
+    "gmax-paper": 20557,
     "gmax-paper-oracle": 24735,
     "fcfs": 7123,
     "sarathi": 7123,
