@@ -1,8 +1,8 @@
 """Make the prior that the length predictor ships with, from numbers only.
 
-Answers of several models and traces are played through an empty predictor in random order;
-what its reservoir holds afterwards, relative to what it had learnt of each model, is the
-prior. The same files and seed make the same prior.
+Rows are answers of several models and of traces, each relative to the mean of its source, so
+that what prompts do to lengths carries over to models that nobody has seen. The same files
+and seed make the same prior.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import numpy as np
 from bench import lengths
 from bench.lengths import Sample
 from predictor import state
-from predictor.distribution import Floats
-from predictor.model import COLUMNS, LengthModel
-
-DAY_COLUMNS = [index for index, name in enumerate(COLUMNS) if name.startswith("day_")]
+from predictor.features import NUM_FEATURES
+from predictor.history import PRIOR_MEAN
+from predictor.model import COLUMNS, NUM_COLUMNS
+from predictor.words import WordScores
 
 
 def main(argv: list[str]) -> int:
@@ -48,37 +48,43 @@ def main(argv: list[str]) -> int:
 
 
 def make(samples: Sequence[Sample], seed: int) -> state.Prior:
-    """The prior of these samples."""
+    """The prior of these samples: how prompts make answers longer or shorter than their source's.
+
+    Means are taken per model, or per trace where there is no model; what the history will say
+    of tenants and nodes is left open. A cut answer is completed as the Lindy rule has it.
+    """
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(samples))
-    model = LengthModel(seed=seed, capacity=max(len(samples), 1))
-    model.history.prior_mean = _mean_of_sources(samples)
-    sources = sorted({f"{sample.source}/{sample.group}" for sample in samples})
-    number_of = {name: number for number, name in enumerate(sources)}
-    source_of = []
-    for index in order.tolist():
-        sample = samples[index]
-        asked = model.forecast([sample.request(tenant=sample.group)], 0.0)[0]
-        model.learn(asked, sample.output_tokens, is_cut=sample.is_cut)
-        source_of.append(number_of[f"{sample.source}/{sample.group}"])
-    data = model.training_data()
-    rows = data.rows.copy()
-    # No time of day is known of them: a place that no real time has.
-    rows[:, DAY_COLUMNS] = 0.0
-    return state.Prior(
-        rows=rows,
-        targets=data.targets,
-        prior_mean=model.history.prior_mean,
-        sources=tuple(sources),
-        source_of=np.array(source_of, dtype=np.int64),
-        words=model.words.state(),
-    )
-
-
-def _mean_of_sources(samples: Sequence[Sample]) -> float:
-    """The mean log length of a source, the same weight for each."""
+    words = WordScores()
+    logs = [_log_length(sample, rng) for sample in samples]
     found: dict[str, list[float]] = {}
-    for sample in samples:
-        found.setdefault(sample.source, []).append(float(np.log1p(sample.output_tokens)))
-    means: Floats = np.array([np.mean(values) for values in found.values()])
-    return float(means.mean()) if means.size else 5.0
+    for sample, value in zip(samples, logs, strict=True):
+        found.setdefault(_origin(sample), []).append(value)
+    sources = sorted(found)
+    number_of = {name: number for number, name in enumerate(sources)}
+    mean_of = {name: float(np.mean(values)) for name, values in found.items()}
+    spread_of = {name: float(np.std(values)) for name, values in found.items()}
+    rows = np.zeros((len(samples), NUM_COLUMNS), dtype=np.float32)
+    targets = np.zeros(len(samples))
+    source_of = np.zeros(len(samples), dtype=np.int64)
+    for place, index in enumerate(rng.permutation(len(samples)).tolist()):
+        sample, name = samples[index], _origin(samples[index])
+        deviation = logs[index] - mean_of[name]
+        rows[place, :NUM_FEATURES] = sample.features()
+        rows[place, COLUMNS.index("spread")] = spread_of[name]
+        rows[place, COLUMNS.index("word_score")] = words.score(sample.cues.words)
+        words.learn(sample.cues.words, deviation)
+        targets[place], source_of[place] = deviation, number_of[name]
+    # The same weight for each: how long a model's answers are says little of the next model's.
+    prior_mean = float(np.mean(list(mean_of.values()))) if mean_of else PRIOR_MEAN
+    return state.Prior(rows, targets, prior_mean, tuple(sources), source_of, words.state())
+
+
+def _origin(sample: Sample) -> str:
+    return f"{sample.source}/{sample.group}" if sample.source == "trace" else sample.source
+
+
+def _log_length(sample: Sample, rng: np.random.Generator) -> float:
+    tokens = float(sample.output_tokens)
+    if sample.is_cut:
+        tokens *= 1.0 + 0.5 * rng.exponential()
+    return float(np.log1p(tokens))

@@ -31,7 +31,7 @@ Factors = npt.NDArray[np.float32]
 """Shape (NUM_BUCKETS, NUM_LEVELS)."""
 WINDOW = 600
 """Answers that a factor rests on: enough for one point of coverage, few enough to follow."""
-WEIGHT_OF_NEIGHBOUR = 30.0
+WEIGHT_OF_NEIGHBOUR = 100.0
 """As many answers is the factor of the bucket before worth, where a bucket has few."""
 MAX_FACTOR = 50.0
 TRACKING_RATE = 0.03

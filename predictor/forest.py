@@ -29,8 +29,8 @@ class ForestParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     num_trees: int = 100
     min_samples_leaf: int = 20
-    """With many rows; an eightieth of them where they are fewer."""
-    least_samples_leaf: int = 5
+    """With many rows; a hundredth of them where they are fewer."""
+    least_samples_leaf: int = 10
     max_features: float = 0.33
     max_depth: int = 14
 
@@ -169,7 +169,7 @@ def grow(
 def leaf_size(num_rows: int, parameters: ForestParameters) -> int:
     """The least rows in a leaf: few rows cannot fill large leaves and tell anything apart."""
     least = min(parameters.least_samples_leaf, parameters.min_samples_leaf)
-    return max(min(parameters.min_samples_leaf, num_rows // 80), min(least, num_rows // 4), 1)
+    return max(min(parameters.min_samples_leaf, num_rows // 100), min(least, num_rows // 4), 1)
 
 
 def flatten(forest: Any, rows: Rows, targets: Floats) -> Forest:

@@ -24,6 +24,8 @@ _MEMORY = (400.0, 200.0, 60.0)
 _STRENGTH = (20.0, 8.0, 4.0)
 """How many answers the level above is worth."""
 PRIOR_SPREAD = 1.0
+PRIOR_MEAN = 5.0
+"""Log length to expect where nothing is known: about 150 tokens."""
 
 Key = tuple[int, int, int]
 
@@ -59,7 +61,7 @@ class Outlook:
 class History:
     """All groups, by (model, tenant, node) with 0 for "any"."""
 
-    def __init__(self, prior_mean: float = 5.0) -> None:
+    def __init__(self, prior_mean: float = PRIOR_MEAN) -> None:
         self.prior_mean = prior_mean
         self._groups: OrderedDict[Key, Group] = OrderedDict()
 

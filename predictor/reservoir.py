@@ -2,7 +2,7 @@
 
 A new row takes the place of a random one once the reservoir is full, so that the age of what
 is kept falls off exponentially (Aggarwal, "On Biased Reservoir Sampling", VLDB 2006). Rows of
-the shipped prior go first, two for every real one.
+the shipped prior go first, ten for every real one.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ Rows = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
 CAPACITY = 6000
-PRIOR_ROWS_PER_REAL = 2
+PRIOR_ROWS_PER_REAL = 10
 
 
 class Reservoir:

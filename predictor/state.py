@@ -4,6 +4,7 @@ Whatever is read is checked before it is used: the compiled loop of a forest fol
 indices blindly.
 """
 
+import zlib
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,12 +97,12 @@ def encode_prior(prior: Prior) -> bytes:
         **{f"words.{name}": array for name, array in prior.words.items()},
     }
     body = _PriorFile(COLUMNS, prior.sources, prior.prior_mean, _pack(arrays))
-    return checkpoint.pack(msgspec.msgpack.encode(body), FORMAT_VERSION)
+    return checkpoint.pack(zlib.compress(msgspec.msgpack.encode(body), 9), FORMAT_VERSION)
 
 
 def decode_prior(data: bytes) -> Prior:
     """The prior in a file's bytes. Raises ValueError."""
-    body = _decoded(checkpoint.unpack(data, FORMAT_VERSION), _PriorFile)
+    body = _decoded(_inflated(checkpoint.unpack(data, FORMAT_VERSION)), _PriorFile)
     _check_columns(body.columns)
     arrays = _unpack(body.arrays)
     try:
@@ -113,6 +114,17 @@ def decode_prior(data: bytes) -> Prior:
         raise ValueError("rows, targets and sources of a prior do not belong together")
     words = {name[6:]: a for name, a in arrays.items() if name.startswith("words.")}
     return Prior(rows, targets, body.prior_mean, body.sources, source_of, words)
+
+
+def _inflated(data: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        inflated = inflater.decompress(data, _MAX_SIZE)
+    except zlib.error as error:
+        raise ValueError(f"a prior that cannot be unpacked: {error}") from error
+    if inflater.unconsumed_tail or not inflater.eof:
+        raise ValueError("a prior that is too long or cut short")
+    return inflated
 
 
 def start_from_prior(model: LengthModel, prior: Prior) -> None:
