@@ -4,8 +4,6 @@ Holds each live request's whole distribution and the latest calibration. Everyth
 arithmetic on what is there already; nothing waits.
 """
 
-import numpy as np
-
 from predictor.calibration import Factors, bucket_of, calibrated, no_factors
 from predictor.distribution import (
     Points,
@@ -41,22 +39,22 @@ class LengthBook:
         points = self._points.get(request_id)
         if points is None:
             return None
-        factors = self._factors[bucket_of(generated_tokens)]
-        return calibrated(remaining_at_levels(points, generated_tokens), factors)
+        remaining = remaining_at_levels(points, generated_tokens)
+        return calibrated(remaining, self._factors[bucket_of(generated_tokens)])
 
     def refine(self, request_id: str, generated_tokens: int) -> Points | None:
         """Equal-mass points of the total output tokens of an answer that got so far.
 
         Returns:
-            Shape (NUM_LEVELS,), ascending, each above ``generated_tokens``; None where no
+            Shape (NUM_LEVELS,), ascending, none below ``generated_tokens``; None where no
             forecast has come.
         """
-        remaining = self.remaining(request_id, generated_tokens)
-        if remaining is None:
+        total = self.remaining(request_id, generated_tokens)
+        if total is None:
             return None
         self.num_refinements += 1
-        remaining += np.float32(generated_tokens)
-        return np.maximum(remaining, np.float32(generated_tokens + 0.5), out=remaining)
+        total += generated_tokens
+        return total
 
     def bound_tokens(self, request_id: str, generated_tokens: int, quantile: float) -> float | None:
         """The upper bound of the total output tokens at a quantile; None without a forecast."""

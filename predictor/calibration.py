@@ -43,6 +43,9 @@ MIN_REMAINING_TOKENS = 0.5
 MIN_COVERAGE_CASES = 50
 
 
+_ascending = np.maximum.accumulate
+
+
 def no_factors() -> Factors:
     """What changes nothing."""
     return np.ones((NUM_BUCKETS, NUM_LEVELS), dtype=np.float32)
@@ -55,8 +58,8 @@ def bucket_of(generated_tokens: int) -> int:
 
 def calibrated(remaining: Points, factors: Points) -> Points:
     """Remaining tokens at ``LEVELS`` times their factors, kept ascending. (…, NUM_LEVELS)."""
-    result = remaining * factors
-    np.maximum.accumulate(result, axis=-1, out=result)
+    result: Points = remaining * factors
+    _ascending(result, -1, None, result)
     return result
 
 

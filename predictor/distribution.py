@@ -20,6 +20,7 @@ LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
 POINT_LEVELS: Floats = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
 MIN_AHEAD = 4
 """With fewer points left the distribution says nothing of what is to come."""
+MIN_DENSE = 4 * NUM_LEVELS
 MIN_LINDY_TOKENS = 16.0
 MAX_TOKENS = 1e9
 
@@ -28,6 +29,8 @@ def _tail_places() -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
     """For k points left: between which points each level lies, and how far. (k+1, NUM_LEVELS)."""
     k = np.arange(NUM_POINTS + 1)[:, None]
     places = np.clip(LEVELS[None, :] * k - 0.5, 0, np.maximum(k - 1, 0)) + (NUM_POINTS - k)
+    # Where points stand closer than a quarter of a level the nearest one is as good.
+    places = np.where(k >= MIN_DENSE, np.rint(places), places)
     low = np.minimum(places.astype(np.int64), NUM_POINTS - 1)
     high = np.minimum(low + 1, NUM_POINTS - 1)
     return low, high, (places - low).astype(np.float32)
@@ -50,11 +53,14 @@ def remaining_at_levels(points: Points, generated_tokens: int) -> Points:
         Shape (NUM_LEVELS,), ascending, more than 0 unless nothing has been generated.
     """
     g = np.float32(generated_tokens)
-    ahead = NUM_POINTS - int(points.searchsorted(g, "right"))
+    ahead = NUM_POINTS - points.searchsorted(g, "right")
     if ahead < MIN_AHEAD:
         lindy: Points = _LINDY * np.float32(max(generated_tokens, MIN_LINDY_TOKENS))
         return lindy
-    low = points.take(_LOW_ROWS[ahead])
+    low: Points = points.take(_LOW_ROWS[ahead])
+    if ahead >= MIN_DENSE:
+        low -= g
+        return low
     remaining: Points = points.take(_HIGH_ROWS[ahead])
     remaining -= low
     remaining *= _FRACTION_ROWS[ahead]

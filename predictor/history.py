@@ -5,6 +5,7 @@ it by the number of answers behind it (empirical Bayes): who has none gets what 
 the tenant, of the model, of all.
 """
 
+import math
 from collections import OrderedDict
 
 import numpy as np
@@ -82,9 +83,9 @@ class History:
             means.append(parent)
         features = (
             means[1] - means[0],
-            float(np.log1p(count_of[1])),
+            math.log1p(count_of[1]),
             means[2] - means[1],
-            float(np.log1p(count_of[2])),
+            math.log1p(count_of[2]),
             spread,
         )
         return Outlook(means[2], features)

@@ -263,7 +263,7 @@ def _request_of(question: Question) -> Request:
         0 < len(question.request_id) <= MAX_ID_CHARS
         and all(0 <= name < 1 << 63 for name in (question.model, question.tenant, question.node))
         and len(question.words) <= MAX_WORDS
-        and all(0 <= word < WORD_BUCKETS for word in question.words)
+        and (not question.words or 0 <= min(question.words) <= max(question.words) < WORD_BUCKETS)
     )
     if not is_sane:
         raise ValueError("not a question")
