@@ -424,3 +424,38 @@ def test_what_our_scheduler_cannot_serve_is_refused_and_stock_scheduling_serves_
 def test_several_tokenizer_processes_are_refused_under_every_policy(policy: str) -> None:
     with pytest.raises(UsageError, match="--tokenizer-worker-num above 1 is not supported"):
         check_supported(server_args(tokenizer_worker_num=2), settings_of("--policy", policy))
+
+
+# The predictor ------------------------------------------------------------------------------------
+
+
+def test_the_predictor_is_on_and_has_no_address_before_it_is_started() -> None:
+    args = parser().parse_args([])
+    assert (args.predictor, args.predictor_address, args.predictor_state) == ("on", "", "")
+    assert settings_of().predictor_address == ""
+
+
+def test_an_address_of_the_predictor_is_handed_on() -> None:
+    address = "tcp://10.0.0.1:5555"
+    found = settings_of("--predictor", "external", "--predictor-address", address)
+    assert found.predictor_address == address
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--predictor", "external"], "--predictor external needs --predictor-address"),
+        (["--predictor", "off", "--predictor-address", "ipc:///tmp/x"], "makes no sense"),
+        (["--predictor-address", "udp://x:1"], "--predictor-address takes ipc://PATH"),
+        (["--predictor-address", "tcp://x:0"], "--predictor-address takes ipc://PATH"),
+        (["--predictor-address", "ipc://" + "x" * 200], "--predictor-address takes ipc://PATH"),
+    ],
+)
+def test_a_predictor_that_cannot_be_reached_is_refused(argv: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        settings_of(*argv)
+
+
+def test_lengths_that_requests_claim_are_believed_in_tests_only() -> None:
+    assert not settings_of().trusts_known_lengths
+    assert settings_of("--test-known-lengths").trusts_known_lengths

@@ -15,6 +15,7 @@ from engine.runtime import answers, http_layer
 from engine.runtime.drops import drop_message
 from engine.runtime.http_layer import ROUTES, SloMiddleware
 from engine.runtime.settings import SloConfig
+from predictor.features import NO_CUES, Cues, cues_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -43,6 +44,7 @@ class FakeSglang:
         self.scope: Message = {}
         self.body = b""
         self.terms: RequestTerms | None = None
+        self.cues: Cues | None = None
         self.num_received_after: list[int] = []
         """How many messages the client had after each part of the body was sent."""
         self.client: list[Message] = []
@@ -53,6 +55,7 @@ class FakeSglang:
         self.body = b"".join([part async for part in read(receive)])
         log = answers.current.get()
         self.terms = log.terms if log is not None else None
+        self.cues = log.cues if log is not None else None
         parts = [step for step in self._steps if isinstance(step, bytes)]
         headers = [(b"content-type", self._content_type.encode()), (b"x-kept", b"yes")]
         if not self._content_type.startswith("text/event-stream"):
@@ -110,7 +113,14 @@ class Answer:
 class Client:
     """Sends requests through the middleware to the application behind it."""
 
-    def __init__(self, app: Any, *, slo: SloConfig | None = None, draining: bool = False) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        slo: SloConfig | None = None,
+        draining: bool = False,
+        reads_cues: bool = False,
+    ) -> None:
         self.app = app
         self.clock = ManualClock(1000.0)
         self.middleware = SloMiddleware(
@@ -119,6 +129,7 @@ class Client:
             clock=self.clock,
             model="served-model",
             is_draining=lambda: draining,
+            reads_cues=reads_cues,
         )
 
     def send(
@@ -765,3 +776,15 @@ def test_a_whole_number_written_with_a_point_is_a_whole_number(field: str) -> No
 def test_a_proxys_prefix_does_not_hide_the_route() -> None:
     assert http_layer.route_of({"path": "/x/generate", "root_path": "/x"}) == "/generate"
     assert http_layer.route_of({"path": "/generate/", "root_path": ""}) == "/generate"
+
+
+# Cues for the length predictor --------------------------------------------------------------------
+
+
+def test_the_prompt_is_read_for_cues_only_where_a_predictor_wants_them() -> None:
+    body = {"messages": [{"role": "user", "content": "Write 300 words about rain."}]}
+    for reads_cues in (True, False):
+        app = FakeSglang(b"{}")
+        Client(app, reads_cues=reads_cues).ask(body)
+        assert (app.cues == cues_of(body)) is reads_cues
+        assert (app.cues == NO_CUES) is not reads_cues

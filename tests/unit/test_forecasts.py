@@ -1,0 +1,256 @@
+"""The adapter between SGLang's requests, the predictor and the frame manager; the rest is faked."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from core.slo import BestEffortSlo, CompoundSlo, LatencySlo, RequestTerms
+from engine.runtime import wire
+from predictor.calibration import no_factors
+from predictor.client import News
+from predictor.distribution import NUM_POINTS, Points
+from predictor.features import FEATURES, Cues, cues_of
+from scheduler.config import SchedulerConfig
+from scheduler.frame import FrameManager
+from scheduler.lifecycle import RequestState
+
+# Importing SGLang takes a quarter of a minute on two idle cores, and it warns of missing GPUs.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+TERMS = RequestTerms(0.0, BestEffortSlo(600.0), tenant="acme")
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    from engine.runtime import forecasts
+
+    return forecasts
+
+
+@pytest.fixture(scope="module")
+def reasons() -> Any:
+    from sglang.srt.managers import schedule_batch
+
+    return schedule_batch
+
+
+class FakeClient:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, dict[str, Any]] = {}
+        self.endings: list[tuple[str, int, bool]] = []
+        self.news = News()
+
+    def ask(self, request_id: str, features: Any, **more: Any) -> None:
+        self.asked[request_id] = {"features": features, **more}
+
+    def ended(self, request_id: str, output_tokens: int, *, is_cut: bool) -> None:
+        self.endings.append((request_id, output_tokens, is_cut))
+
+    def poll(self) -> News:
+        return self.news
+
+    def is_alive(self) -> bool:
+        return True
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+def req(rid: str = "a", *, custom: Any = None, **more: Any) -> Any:
+    """An SGLang request as far as it is looked at."""
+    params = {
+        "max_new_tokens": 100,
+        "min_new_tokens": 0,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "ignore_eos": False,
+        "stop_strs": [],
+        "stop_token_ids": None,
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        "structural_tag": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "custom_params": custom,
+    }
+    params.update({key: more.pop(key) for key in list(more) if key in params})
+    fields = {
+        "rid": rid,
+        "origin_input_ids": [1] * 30,
+        "output_ids": [],
+        "stream": False,
+        "finished_reason": None,
+        "to_finish": None,
+        "require_reasoning": False,
+    }
+    return SimpleNamespace(sampling_params=SimpleNamespace(**params), **(fields | more))
+
+
+def ramp(most: float = 512.0) -> Points:
+    return np.linspace(1.0, most, NUM_POINTS, dtype=np.float32)
+
+
+class World:
+    """A frame manager with one request, and forecasts of a fake predictor."""
+
+    def __init__(self, module: Any) -> None:
+        self.frames = FrameManager(SchedulerConfig())
+        self.client = FakeClient()
+        self.forecasts = module.Forecasts(self.frames, self.client)
+        self.req = req()
+        self.frames.arrive("a", TERMS, input_tokens=30, max_output_tokens=1000)
+        self.forecasts.arrived("a", self.req, TERMS)
+
+    def hear(self, points: Points, *, key: str = "a") -> None:
+        self.forecasts.take(News(((key, points),), None))
+
+    def known_points(self) -> list[float]:
+        request = self.frames.get("a")
+        assert request is not None
+        return [float(point) for point in self.frames.table.points[request.row]]
+
+    def generate(self, tokens: int) -> None:
+        self.frames.progressed("a", tokens)
+        self.forecasts.progressed("a", tokens)
+
+
+@pytest.fixture
+def world(module: Any) -> World:
+    return World(module)
+
+
+def test_a_request_is_asked_about_with_what_engine_and_prompt_say(module: Any) -> None:
+    frames, client = FrameManager(SchedulerConfig()), FakeClient()
+    forecasts = module.Forecasts(frames, client)
+    cues = cues_of({"messages": [{"role": "user", "content": "List five facts in JSON."}]})
+    custom = {wire.CUES_KEY: msgspec.to_builtins(cues)}
+    terms = RequestTerms(0.0, CompoundSlo(9.0, "p", (), "plan"), tenant="acme")
+    forecasts.arrived("a", req(custom=custom, json_schema="{}", stream=True), terms)
+    asked = client.asked["a"]
+    row = dict(zip(FEATURES, asked["features"].tolist(), strict=True))
+    assert (asked["tenant"], asked["node"], asked["words"]) == ("acme", "plan", cues.words)
+    assert row["log_input_tokens"] == pytest.approx(math.log1p(30))
+    assert row["log_max_tokens"] == pytest.approx(math.log1p(100))
+    assert row["temperature"] == pytest.approx(0.5)
+    assert (row["has_grammar"], row["is_streamed"], row["is_program"]) == (1, 1, 1)
+    assert row["log_asked_items"] > 0
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [{"rid": "HEALTH_CHECK_1"}, {"ignore_eos": True}],
+    ids=["a health check", "an answer of fixed length"],
+)
+def test_what_is_nobodys_open_answer_is_not_asked_about(
+    module: Any, unlike: dict[str, Any]
+) -> None:
+    client = FakeClient()
+    module.Forecasts(FrameManager(SchedulerConfig()), client).arrived("a", req(**unlike), TERMS)
+    assert not client.asked
+
+
+def test_without_a_predictor_nothing_happens(module: Any) -> None:
+    forecasts = module.Forecasts(FrameManager(SchedulerConfig()), None)
+    forecasts.arrived("a", req(), TERMS)
+    forecasts.take(forecasts.listen())
+    forecasts.progressed("a", 10)
+    forecasts.ended("a", req())
+    assert forecasts.state()["is_alive"] is False
+
+
+def test_a_forecast_reaches_the_frame_manager(world: World) -> None:
+    world.hear(ramp())
+    points = world.known_points()
+    assert points[0] < 20
+    assert points[-1] == pytest.approx(512, rel=0.03)
+
+
+def test_a_forecast_that_comes_late_is_refined_at_once(world: World) -> None:
+    world.generate(200)
+    world.hear(ramp())
+    assert min(world.known_points()) >= 200
+
+
+def test_every_fifty_tokens_the_rest_is_looked_at_anew(world: World) -> None:
+    world.hear(ramp())
+    before = world.known_points()
+    world.generate(49)
+    assert world.known_points() == before
+    world.generate(50)
+    assert min(world.known_points()) >= 50
+    world.generate(100)
+    assert min(world.known_points()) >= 100
+
+
+def test_an_answer_that_outlives_its_points_is_refined_before_its_time(world: World) -> None:
+    world.hear(ramp(20.0))
+    last = sorted(world.known_points())[-1]
+    world.generate(int(last) + 1)
+    assert max(world.known_points()) > last + 1
+
+
+def test_calibration_changes_what_is_refined_from_then_on(world: World) -> None:
+    factors = no_factors() * 2
+    world.forecasts.take(News((), factors))
+    world.hear(ramp())
+    assert max(world.known_points()) == pytest.approx(1024, rel=0.03)
+
+
+def test_switched_off_the_manager_keeps_its_own_lengths(world: World) -> None:
+    own = world.known_points()
+    world.forecasts.use(is_used=False)
+    world.hear(ramp())
+    assert world.known_points() == own
+
+
+def test_a_forecast_of_a_request_that_is_gone_is_let_go(world: World) -> None:
+    world.hear(ramp(), key="gone")
+    assert world.forecasts.state()["num_held"] == 0
+
+
+@pytest.mark.parametrize("how", ["stop", "length", "abort", "vanished"])
+def test_an_end_is_reported_and_all_is_forgotten(world: World, reasons: Any, how: str) -> None:
+    world.hear(ramp())
+    world.req.output_ids = [1] * 7
+    world.req.finished_reason = {
+        "stop": reasons.FINISH_MATCHED_TOKEN(matched=2),
+        "length": reasons.FINISH_LENGTH(length=7),
+        "abort": reasons.FINISH_ABORT("x"),
+        "vanished": None,
+    }[how]
+    world.frames.ended("a", RequestState.ABORTED)
+    world.forecasts.ended("a", world.req)
+    assert world.client.endings == [("a", 7, how != "stop")]
+    assert world.forecasts.state()["num_held"] == 0
+    world.forecasts.progressed("a", 500)
+
+
+def test_cues_travel_beside_the_terms_and_nobody_else_can_put_them_there() -> None:
+    cues = Cues((1.0, 2.0), (3, 4))
+    params: dict[str, Any] = {"custom_params": {wire.CUES_KEY: "forged", "theirs": 1}}
+    wire.attach(params, TERMS, cues)
+    assert wire.cues_in(params["custom_params"]) == cues
+    assert params["custom_params"]["theirs"] == 1
+    wire.attach(params, None)
+    assert params["custom_params"] == {"theirs": 1}
+
+
+@pytest.mark.parametrize("forged", [None, 3, {}, {wire.CUES_KEY: 7}, {wire.CUES_KEY: [["a"], 1]}])
+def test_senseless_cues_are_none(forged: Any) -> None:
+    assert wire.cues_in(forged) == Cues()
+
+
+def test_a_stream_and_a_program_are_told_apart(module: Any) -> None:
+    stream = module.facts_of(req(stream=True), RequestTerms(0.0, LatencySlo(1.0, 0.1)))
+    assert (stream.is_latency, stream.is_program, stream.is_streamed) == (True, False, True)
+    assert module.facts_of(req(max_new_tokens=None), TERMS).max_output_tokens == 1 << 30
