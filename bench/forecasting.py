@@ -18,6 +18,7 @@ from predictor.book import LengthBook
 from predictor.calibration import Calibrator
 from predictor.distribution import Points, at_level
 from predictor.model import Asked, LengthModel
+from predictor.tilt import TILT_MARKS, Tilts, no_tilts
 
 PROGRESS: tuple[int, ...] = (0, 50, 100, 200, 400)
 PINBALL_LEVELS: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -41,6 +42,9 @@ class Forecaster(Protocol):
     @property
     def calibrator(self) -> Calibrator: ...
 
+    @property
+    def tilts(self) -> Tilts: ...
+
 
 class ForestForecaster:
     """The predictor's own model, learning as it goes.
@@ -63,6 +67,10 @@ class ForestForecaster:
     def calibrator(self) -> Calibrator:
         return self.model.calibrator
 
+    @property
+    def tilts(self) -> Tilts:
+        return self.model.tilt.tilts
+
     def train(self, samples: Sequence[Sample]) -> None:
         for start in range(0, len(samples), BATCH):
             batch = samples[start : start + BATCH]
@@ -77,7 +85,12 @@ class ForestForecaster:
 
     def tell(self, samples: Sequence[Sample]) -> None:
         for asked, sample in zip(self._asked, samples, strict=True):
-            self.model.learn(asked, sample.output_tokens, is_cut=sample.is_cut)
+            self.model.learn(
+                asked,
+                sample.output_tokens,
+                is_cut=sample.is_cut,
+                progress=sample.progress_rows(),
+            )
         if self.model.is_fit_due():
             self.model.refit()
 
@@ -96,6 +109,10 @@ class RivalForecaster:
     @property
     def calibrator(self) -> Calibrator:
         return self._calibrator
+
+    @property
+    def tilts(self) -> Tilts:
+        return no_tilts()
 
     def train(self, samples: Sequence[Sample]) -> None:
         # Calibrated on a fifth that was not trained on, then trained on all.
@@ -142,7 +159,7 @@ def judge(
         batch = samples[start : start + BATCH]
         points = forecaster.ask(batch)
         book = LengthBook()
-        book.calibrate(forecaster.calibrator.factors)
+        book.calibrate(forecaster.calibrator.factors, forecaster.tilts)
         for index, sample in enumerate(batch):
             book.enter("it", points[index])
             _note(book, sample, quantile, scores)
@@ -151,9 +168,13 @@ def judge(
 
 def _note(book: LengthBook, sample: Sample, quantile: float, scores: Scores) -> None:
     truth = float(sample.output_tokens)
+    progress = sample.progress_rows()
     for g in PROGRESS:
         if truth <= g:
             break
+        place = int(np.searchsorted(TILT_MARKS, g))
+        if g == TILT_MARKS[min(place, len(TILT_MARKS) - 1)] and place < len(progress):
+            book.saw("it", g, progress[place])
         total = book.refine("it", g)
         if total is None:
             continue

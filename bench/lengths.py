@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from predictor.distribution import Points
 from predictor.features import NO_CUES, Cues, EngineFacts, Row, cues_of, feature_row
 from predictor.model import Request
+from predictor.progress import NUM_PROGRESS, Classes, progress_row
 from predictor.protocol import name_hash
+from predictor.tilt import TILT_MARKS
 
 SHIPPED = Path(__file__).with_name("data") / "demo_lengths.jsonl.gz"
 """The demo model's answers to public prompts, as numbers."""
@@ -40,6 +44,7 @@ class Sample(msgspec.Struct, frozen=True):
         source: the model that answered.
         group: category of the prompt or name of the trace; stands for the tenant.
         is_cut: the answer would have gone on.
+        progress: what it looked like at the first of ``TILT_MARKS``.
     """
 
     source: str
@@ -48,10 +53,15 @@ class Sample(msgspec.Struct, frozen=True):
     output_tokens: int
     is_cut: bool = False
     cues: Cues = NO_CUES
+    progress: tuple[tuple[float, ...], ...] = ()
 
     def features(self) -> Row:
         """The feature row, shape (NUM_FEATURES,)."""
         return feature_row(self.cues, self.facts)
+
+    def progress_rows(self) -> Points:
+        """Shape (n, NUM_PROGRESS)."""
+        return np.array(self.progress, dtype=np.float32).reshape(-1, NUM_PROGRESS)
 
     def request(self, *, tenant: str = "") -> Request:
         """As the predictor gets it."""
@@ -91,7 +101,8 @@ def read(path: Path) -> list[Sample]:
 
 def _rounded(sample: Sample) -> Sample:
     values = tuple(round(value, 4) for value in sample.cues.values)
-    return msgspec.structs.replace(sample, cues=Cues(values, sample.cues.words))
+    progress = tuple(tuple(round(value, 3) for value in row) for row in sample.progress)
+    return msgspec.structs.replace(sample, cues=Cues(values, sample.cues.words), progress=progress)
 
 
 def chat_body(prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:
@@ -119,6 +130,12 @@ def chat_sample(
         temperature=body["temperature"],
     )
     return Sample(source, group, facts, output_tokens, reason != "stop", cues_of(body))
+
+
+def progress_of(output_ids: Sequence[int], classes: Classes) -> tuple[tuple[float, ...], ...]:
+    """What an answer looked like at the marks that it passed."""
+    marks = [mark for mark in TILT_MARKS.tolist() if mark < len(output_ids)]
+    return tuple(tuple(progress_row(output_ids[:mark], classes).tolist()) for mark in marks)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

@@ -4,12 +4,16 @@ Holds each live request's whole distribution and the latest calibration. Everyth
 arithmetic on what is there already; nothing waits.
 """
 
+import numpy as np
+
 from predictor.calibration import Factors, bucket_of, calibrated, no_factors
 from predictor.distribution import (
     Points,
     at_level,
     remaining_at_levels,
 )
+from predictor.features import Row
+from predictor.tilt import Tilts, no_tilts, tilt_of
 
 
 class LengthBook:
@@ -17,7 +21,10 @@ class LengthBook:
 
     def __init__(self) -> None:
         self._points: dict[str, Points] = {}
+        self._tilt: dict[str, tuple[int, np.float32]] = {}
+        """The bucket in which an answer is tilted, and the factor."""
         self._factors = no_factors()
+        self._tilts = no_tilts()
         self.num_refinements = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -30,9 +37,18 @@ class LengthBook:
         """A forecast came: shape (NUM_POINTS,), ascending total tokens."""
         self._points[request_id] = points
 
-    def calibrate(self, factors: Factors) -> None:
-        """New calibration factors, shape (NUM_BUCKETS, NUM_LEVELS)."""
+    def calibrate(self, factors: Factors, tilts: Tilts | None = None) -> None:
+        """New factors, (NUM_BUCKETS, NUM_LEVELS), and tilts, (TILTED_BUCKETS, …)."""
         self._factors = factors
+        if tilts is not None:
+            self._tilts = tilts
+
+    def saw(self, request_id: str, mark_tokens: int, progress: Row) -> None:
+        """What an answer looked like at one of ``TILT_MARKS``: its bucket is tilted by it."""
+        if request_id in self._points:
+            bucket = bucket_of(mark_tokens)
+            factor = tilt_of(self._tilts, bucket, progress)
+            self._tilt[request_id] = (bucket, np.float32(factor))
 
     def remaining(self, request_id: str, generated_tokens: int) -> Points | None:
         """Tokens still to come at each of ``LEVELS``; None where no forecast has come."""
@@ -40,7 +56,11 @@ class LengthBook:
         if points is None:
             return None
         remaining = remaining_at_levels(points, generated_tokens)
-        return calibrated(remaining, self._factors[bucket_of(generated_tokens)])
+        bucket = bucket_of(generated_tokens)
+        tilt = self._tilt.get(request_id)
+        if tilt is not None and tilt[0] == bucket:
+            remaining *= tilt[1]
+        return calibrated(remaining, self._factors[bucket])
 
     def refine(self, request_id: str, generated_tokens: int) -> Points | None:
         """Equal-mass points of the total output tokens of an answer that got so far.
@@ -64,3 +84,4 @@ class LengthBook:
     def forget(self, request_id: str) -> None:
         """The request has ended; unknown ids are ignored."""
         self._points.pop(request_id, None)
+        self._tilt.pop(request_id, None)

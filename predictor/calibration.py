@@ -77,13 +77,25 @@ class Calibrator:
         self.version = 0
         """Rises whenever ``factors`` change."""
 
-    def learn(self, points: Points, output_tokens: float, quantile: float) -> None:
-        """An answer whose forecast was ``points`` (NUM_POINTS,) became ``output_tokens`` long."""
+    def learn(
+        self,
+        points: Points,
+        output_tokens: float,
+        quantile: float,
+        tilts: Floats | None = None,
+    ) -> None:
+        """An answer whose forecast was ``points`` (NUM_POINTS,) became ``output_tokens`` long.
+
+        ``tilts``: what the remaining tokens were multiplied by from the second bucket on.
+        """
         passed = int((output_tokens > MARKS).sum())
         if not passed:
             return
         marks = MARKS[:passed]
         remaining = remaining_of_many(np.broadcast_to(points, (passed, len(points))), marks)
+        if tilts is not None:
+            tilted = remaining[1 : 1 + len(tilts)]
+            tilted *= tilts[: len(tilted), None].astype(np.float32)
         remaining = np.maximum(remaining, np.float32(MIN_REMAINING_TOKENS))
         buckets = np.arange(passed)
         places = self._num_seen[:passed] % self._window

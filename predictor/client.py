@@ -16,6 +16,7 @@ from core.clock import Clock
 from predictor.calibration import NUM_BUCKETS, Factors
 from predictor.distribution import NUM_LEVELS, Points
 from predictor.features import Row
+from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
     MAX_BATCH,
     MAX_ID_CHARS,
@@ -37,6 +38,7 @@ from predictor.protocol import (
     name_hash,
     points_of,
 )
+from predictor.tilt import TILTED_BUCKETS, Tilts
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,12 @@ class News(msgspec.Struct, frozen=True):
     Attributes:
         forecasts: request ids with their points, shape (NUM_POINTS,).
         factors: the newest calibration, or None where it has not changed.
+        tilts: what came with it.
     """
 
     forecasts: tuple[tuple[str, Points], ...] = ()
     factors: Factors | None = None
+    tilts: Tilts | None = None
 
 
 NO_NEWS = News()
@@ -125,14 +129,22 @@ class PredictorClient:
         self._open[request_id] = _Open(question)
         self._to_ask[request_id] = None
 
-    def ended(self, request_id: str, output_tokens: int, *, is_cut: bool) -> None:
-        """A request is over; ``is_cut`` if its answer would have gone on."""
+    def ended(
+        self, request_id: str, output_tokens: int, *, is_cut: bool, progress: Sequence[Row] = ()
+    ) -> None:
+        """A request is over.
+
+        Args:
+            is_cut: its answer would have gone on.
+            progress: what it looked like at the first of ``TILT_MARKS``.
+        """
         opened = self._open.pop(request_id, None)
         self._to_ask.pop(request_id, None)
         if opened is None or not opened.is_answered:
             # What was not forecast cannot be learnt from: nobody knows what it looked like.
             return
-        self._endings.append(Ending(request_id, output_tokens, is_cut))
+        rows = tuple(row.astype("<f4").tobytes() for row in progress)
+        self._endings.append(Ending(request_id, output_tokens, is_cut, rows))
         del self._endings[:-MAX_ENDINGS]
 
     def forget(self, request_id: str) -> None:
@@ -211,6 +223,7 @@ class PredictorClient:
     def _take(self, messages: list[FromPredictor]) -> News:
         forecasts: list[tuple[str, Points]] = []
         factors: Factors | None = None
+        tilts: Tilts | None = None
         for message in messages:
             match message:
                 case Ready(session=session):
@@ -219,12 +232,13 @@ class PredictorClient:
                     forecasts += self._believable(items)
                 case CalibrationUpdate():
                     newer = self._factors(message)
-                    factors = factors if newer is None else newer
+                    if newer is not None:
+                        factors, tilts = newer
                 case Status():
                     pass
                 case _:
                     assert_never(message)
-        return News(tuple(forecasts), factors)
+        return News(tuple(forecasts), factors, tilts)
 
     def _greet(self, session: int) -> None:
         before, self._session = self._session, session
@@ -252,9 +266,10 @@ class PredictorClient:
             found.append((item.request_id, points))
         return found
 
-    def _factors(self, message: CalibrationUpdate) -> Factors | None:
+    def _factors(self, message: CalibrationUpdate) -> tuple[Factors, Tilts] | None:
         try:
             factors = floats_of(message.factors, NUM_BUCKETS * NUM_LEVELS)
+            tilts = floats_of(message.tilts, TILTED_BUCKETS * (NUM_PROGRESS + 1))
         except ValueError:
             self.num_bad += 1
             return None
@@ -262,7 +277,10 @@ class PredictorClient:
             self.num_bad += 1
             return None
         self._calibration_version = message.version
-        return np.reshape(factors, (NUM_BUCKETS, NUM_LEVELS))
+        return (
+            np.reshape(factors, (NUM_BUCKETS, NUM_LEVELS)),
+            np.reshape(tilts, (TILTED_BUCKETS, NUM_PROGRESS + 1)),
+        )
 
     def _notice_silence(self, now_s: float) -> None:
         if self._heard_s is None or self._is_silence_told:

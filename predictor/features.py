@@ -59,7 +59,8 @@ _UNITS: dict[str, str] = {
     "sentences": "sentence sentences line lines",
     "paragraphs": "paragraph paragraphs section sections page pages stanza stanzas",
     "items": "item items bullet bullets point points example examples step steps idea ideas way "
-    "ways tip tips reason reasons question questions option options part parts name names fact facts thing things",
+    "ways tip tips reason reasons question questions option options part parts name names fact "
+    "facts thing things",
 }
 _LIMITS: dict[str, str] = {
     "least": "least more minimum over exceed",

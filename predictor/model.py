@@ -26,6 +26,7 @@ from predictor.features import FEATURES, NUM_FEATURES, Row
 from predictor.forest import Forest, ForestParameters, Rows, fit
 from predictor.history import HISTORY_FEATURES, History
 from predictor.reservoir import CAPACITY, Reservoir
+from predictor.tilt import TiltLearner
 from predictor.words import WordScores
 
 COLUMNS: tuple[str, ...] = (
@@ -36,6 +37,7 @@ COLUMNS: tuple[str, ...] = (
     "day_cosine",
 )
 NUM_COLUMNS = len(COLUMNS)
+_LIMIT_COLUMN = COLUMNS.index("log_max_tokens")
 DAY_S = 86_400.0
 MIN_FIT_ROWS = 40
 MIN_NEW_ROWS = 64
@@ -95,6 +97,7 @@ class LengthModel:
         self.words = WordScores()
         self.reservoir = Reservoir(NUM_COLUMNS, self._rng, capacity)
         self.calibrator = Calibrator()
+        self.tilt = TiltLearner()
         self.forest: Forest | None = None
         self._fitted_at = 0
 
@@ -126,8 +129,14 @@ class LengthModel:
         # Nothing has been fitted: a bell around what the history says.
         return np.broadcast_to(_BELL, (len(rows), NUM_POINTS))
 
-    def learn(self, asked: Asked, output_tokens: int, *, is_cut: bool) -> None:
-        """An answer has ended; ``is_cut`` if it would have gone on.
+    def learn(
+        self, asked: Asked, output_tokens: int, *, is_cut: bool, progress: Points | None = None
+    ) -> None:
+        """An answer has ended.
+
+        Args:
+            is_cut: it would have gone on.
+            progress: (n, NUM_PROGRESS) what it looked like at the first n of ``TILT_MARKS``.
 
         A cut answer's length is not known, only that it is longer. One is drawn from what its
         own forecast says of answers that got so far: in the mean over many, that is Efron's
@@ -142,7 +151,15 @@ class LengthModel:
         request = asked.request
         log_length = math.log1p(min(length, MAX_TOKENS))
         deviation = log_length - asked.expected
-        self.calibrator.learn(asked.points, length, self._quantile)
+        tilts = None
+        if progress is not None and len(progress):
+            limit = math.expm1(float(request.features[_LIMIT_COLUMN]))
+            tilts = self.tilt.learn(asked.points, length, limit, progress)
+        version = self.calibrator.version
+        self.calibrator.learn(asked.points, length, self._quantile, tilts)
+        if self.calibrator.version != version:
+            # Published together, under one version.
+            self.tilt.refresh()
         self.words.learn(request.words, deviation)
         self.history.learn(request.model, request.tenant, request.node, log_length)
         self.reservoir.add(asked.row, deviation)
@@ -195,6 +212,7 @@ class LengthModel:
             "words": self.words.state(),
             "reservoir": self.reservoir.state(),
             "calibration": self.calibrator.state(),
+            "tilt": self.tilt.state(),
         }
         arrays = {f"{part}.{name}": a for part, named in parts.items() for name, a in named.items()}
         arrays["prior_mean"] = np.array([self.history.prior_mean])
@@ -212,6 +230,7 @@ class LengthModel:
                 ("words", self.words),
                 ("reservoir", self.reservoir),
                 ("calibration", self.calibrator),
+                ("tilt", self.tilt),
             ):
                 prefix = part + "."
                 named = {k[len(prefix) :]: a for k, a in arrays.items() if k.startswith(prefix)}

@@ -39,11 +39,17 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """How long an answer became. ``is_cut``: it would have gone on (aborted, max_tokens)."""
+    """How long an answer became.
+
+    Attributes:
+        is_cut: it would have gone on (aborted, max_tokens).
+        progress: what it looked like at the first ``TILT_MARKS``, NUM_PROGRESS float32 each.
+    """
 
     request_id: str
     output_tokens: int
     is_cut: bool
+    progress: tuple[bytes, ...] = ()
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True):
@@ -90,10 +96,11 @@ class Forecasts(msgspec.Struct, frozen=True, tag="forecasts"):
 
 
 class CalibrationUpdate(msgspec.Struct, frozen=True, tag="calibration"):
-    """New calibration factors, see ``predictor.calibration``."""
+    """New factors, see ``predictor.calibration``, and tilts, see ``predictor.tilt``."""
 
     version: int
     factors: bytes
+    tilts: bytes
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

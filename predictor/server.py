@@ -13,13 +13,17 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import assert_never
 
+import numpy as np
+
 from core.channel import RouterChannel
 from core.checkpoint import CheckpointStore
 from core.clock import Clock
 from predictor import state
+from predictor.distribution import Points
 from predictor.features import WORD_BUCKETS
 from predictor.forest import Forest
 from predictor.model import Asked, LengthModel, Request, TrainingData
+from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
     MAX_BATCH,
     MAX_ID_CHARS,
@@ -37,7 +41,9 @@ from predictor.protocol import (
     Status,
     ToPredictor,
     features_of,
+    floats_of,
 )
+from predictor.tilt import TILTED_BUCKETS
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +174,8 @@ class PredictorServer:
         calibrator = self._model.calibrator
         if self._calibration_of.get(peer) != calibrator.version:
             factors = calibrator.factors.astype("<f4").tobytes()
-            if self._send(peer, CalibrationUpdate(calibrator.version, factors)):
+            tilts = self._model.tilt.tilts.astype("<f4").tobytes()
+            if self._send(peer, CalibrationUpdate(calibrator.version, factors, tilts)):
                 self._calibration_of[peer] = calibrator.version
 
     def _learn(self, peer: bytes, ending: Ending) -> None:
@@ -178,7 +185,12 @@ class PredictorServer:
         elif not 0 <= ending.output_tokens <= MAX_OUTPUT_TOKENS:
             self.counters["bad_endings"] += 1
         else:
-            self._model.learn(asked, ending.output_tokens, is_cut=ending.is_cut)
+            try:
+                progress = _progress_of(ending)
+            except ValueError:
+                self.counters["bad_endings"] += 1
+                return
+            self._model.learn(asked, ending.output_tokens, is_cut=ending.is_cut, progress=progress)
             self.counters["cut_endings" if ending.is_cut else "endings"] += 1
 
     # Work beside the messages.
@@ -270,6 +282,14 @@ def _request_of(question: Question) -> Request:
     return Request(
         features_of(question), question.model, question.tenant, question.node, question.words
     )
+
+
+def _progress_of(ending: Ending) -> Points:
+    """(n, NUM_PROGRESS). Raises ValueError for what no client of ours sends."""
+    if len(ending.progress) > TILTED_BUCKETS:
+        raise ValueError("too much progress")
+    rows = [floats_of(row, NUM_PROGRESS) for row in ending.progress]
+    return np.array(rows, dtype=np.float32).reshape(-1, NUM_PROGRESS)
 
 
 def _give_way() -> None:

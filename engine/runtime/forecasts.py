@@ -13,7 +13,9 @@ from core.slo import CompoundSlo, LatencySlo, RequestTerms
 from engine.runtime import arrivals, wire
 from predictor.book import LengthBook
 from predictor.client import NO_NEWS, News, PredictorClient
-from predictor.features import EngineFacts, feature_row
+from predictor.features import EngineFacts, Row, feature_row
+from predictor.progress import Classes, classes_of, progress_row
+from predictor.tilt import TILT_MARKS, TILTED_BUCKETS
 from scheduler.frame import FrameManager
 
 REFINE_EVERY_TOKENS = 50
@@ -21,25 +23,47 @@ REFINE_EVERY_TOKENS = 50
 LAST_POINTS = 4
 
 
+class _Live:
+    """A request that may be forecast."""
+
+    __slots__ = ("progress", "refine_at", "req")
+
+    def __init__(self, req: Req) -> None:
+        self.req = req
+        self.progress: list[Row] = []
+        """What its answer looked like at the first of ``TILT_MARKS``."""
+        self.refine_at = float("inf")
+
+
 class Forecasts:
     """The forecasts of one scheduler process.
 
     Args:
         client: None where no predictor is used, or another rank asks and broadcasts.
+        classes: of the model's tokens; None: answers are not looked at while they grow.
     """
 
-    def __init__(self, frames: FrameManager, client: PredictorClient | None) -> None:
+    def __init__(
+        self,
+        frames: FrameManager,
+        client: PredictorClient | None,
+        classes: Classes | None = None,
+    ) -> None:
         self._frames = frames
         self._client = client
+        self._classes = classes
         self._book = LengthBook()
-        self._refine_at: dict[str, float] = {}
+        self._live: dict[str, _Live] = {}
         self.is_used = True
         """Whether the frame manager is told; the predictor learns in any case."""
         self.num_forecasts = 0
 
     def arrived(self, key: str, req: Req, terms: RequestTerms) -> None:
         """A request was queued for the first time."""
-        if self._client is None or not is_forecastable(req):
+        if not is_forecastable(req):
+            return
+        self._live[key] = _Live(req)
+        if self._client is None:
             return
         cues = wire.cues_in(req.sampling_params.custom_params)
         node = terms.slo.node if isinstance(terms.slo, CompoundSlo) else ""
@@ -58,26 +82,28 @@ class Forecasts:
     def take(self, news: News) -> None:
         """Use what has come in: here, or from the rank that asks."""
         if news.factors is not None:
-            self._book.calibrate(news.factors)
+            self._book.calibrate(news.factors, news.tilts)
         for key, points in news.forecasts:
+            live = self._live.get(key)
             request = self._frames.get(key)
-            if request is None:
+            if live is None or request is None:
                 continue
             self._book.enter(key, points)
             self.num_forecasts += 1
-            self._refine(key, request.generated_tokens)
+            self._refine(key, live, request.generated_tokens)
 
     def progressed(self, key: str, generated_tokens: int) -> None:
         """So many tokens have been generated in all."""
-        if generated_tokens >= self._refine_at.get(key, float("inf")):
-            self._refine(key, generated_tokens)
+        live = self._live.get(key)
+        if live is not None and generated_tokens >= live.refine_at:
+            self._refine(key, live, generated_tokens)
 
     def ended(self, key: str, req: Req) -> None:
         """A request is over, however it ended."""
         self._book.forget(key)
-        self._refine_at.pop(key, None)
-        if self._client is not None:
-            self._client.ended(key, len(req.output_ids), is_cut=is_cut(req))
+        live = self._live.pop(key, None)
+        if live is not None and self._client is not None:
+            self._client.ended(key, len(req.output_ids), is_cut=is_cut(req), progress=live.progress)
 
     def use(self, *, is_used: bool) -> None:
         """Let the frame manager have forecasts, or leave it to its own lengths from now on."""
@@ -95,15 +121,36 @@ class Forecasts:
             "channel": {} if client is None else client.counters(),
         }
 
-    def _refine(self, key: str, generated_tokens: int) -> None:
+    def _refine(self, key: str, live: _Live, generated_tokens: int) -> None:
+        self._look(key, live, generated_tokens)
         total = self._book.refine(key, generated_tokens)
         if total is None:
             return
+        next_mark = (generated_tokens // REFINE_EVERY_TOKENS + 1) * REFINE_EVERY_TOKENS
         last = float(total[-LAST_POINTS])
-        soonest = generated_tokens + 1
-        self._refine_at[key] = max(min(generated_tokens + REFINE_EVERY_TOKENS, last), soonest)
+        live.refine_at = max(min(next_mark, last), generated_tokens + 1)
         if self.is_used:
             self._frames.forecast(key, total)
+
+    def _look(self, key: str, live: _Live, generated_tokens: int) -> None:
+        """Note what the answer looked like at each mark that it has passed."""
+        if self._classes is None:
+            return
+        while len(live.progress) < TILTED_BUCKETS:
+            mark = int(TILT_MARKS[len(live.progress)])
+            if generated_tokens < mark:
+                return
+            row = progress_row(live.req.output_ids[:mark], self._classes)
+            live.progress.append(row)
+            self._book.saw(key, mark, row)
+
+
+def token_classes(tokenizer: Any) -> Classes | None:
+    """What is to be seen in the tokens of the served model; None without a vocabulary."""
+    try:
+        return classes_of(tokenizer.get_vocab())
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None
 
 
 def connect(address: str, model: str, clock: Any) -> PredictorClient | None:

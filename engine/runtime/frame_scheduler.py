@@ -98,7 +98,12 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         super().__init__(server_args, port_args)
         self._timer = StepTimer(self._clock, is_synchronous=self.device == "cpu")
         share = settings.max_batch and max(settings.max_batch // max(server_args.dp_size, 1), 1)
-        self._forecasts = Forecasts(self._frames, self._connect(server_args))
+        is_forecasting = bool(settings.predictor_address)
+        self._forecasts = Forecasts(
+            self._frames,
+            self._connect(server_args),
+            forecasts.token_classes(self.tokenizer) if is_forecasting else None,
+        )
         self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
 
     def _connect(self, server_args: Any) -> PredictorClient | None:
