@@ -6,6 +6,7 @@ The serving side holds a ``DealerChannel``: every call returns at once, and what
 into the queue is lost (and counted). A service holds a ``RouterChannel``.
 """
 
+import uuid
 from collections import Counter
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,9 @@ Out = TypeVar("Out")
 In = TypeVar("In")
 
 MAX_FRAME_BYTES = 8 << 20
-"""Longer frames are dropped; one to a service is cut off by ZeroMQ before it is read."""
+"""Longer frames are dropped with a count."""
+_CUT_OFF_BYTES = 8 * MAX_FRAME_BYTES
+"""Who sends longer ones than this is disconnected by ZeroMQ before they are in memory."""
 QUEUE_FRAMES = 1000
 """Frames that may wait in each direction; more are dropped."""
 HEADER_BYTES = 4
@@ -81,7 +84,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF_BYTES)
     return socket
 
 
@@ -92,6 +95,7 @@ class DealerChannel(Generic[Out, In]):
         self._codec = codec
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = _socket(self._context, zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
         # A frame for a service that is not there is lost at once: kept, it would be stale.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -141,6 +145,10 @@ class RouterChannel(Generic[Out, In]):
         self._codec = codec
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = _socket(self._context, zmq.ROUTER)
+        # Otherwise what cannot be delivered vanishes without a word.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer that reconnects is the same peer.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             self._socket.bind(check_address(address))
         except zmq.ZMQError:

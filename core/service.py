@@ -125,6 +125,8 @@ class SupervisedService:
     def _start(self, now_s: float) -> None:
         self._started_s = now_s
         self._heard_s = None
+        # What is still in the queue was said by the one before.
+        self._probe.heard()
         self.num_starts += 1
         try:
             # A session of its own: Ctrl-C reaches only the launcher, which stops it in order.

@@ -13,6 +13,7 @@ import numpy as np
 
 from core.channel import DealerChannel
 from core.clock import Clock
+from core.terms import is_text
 from predictor.calibration import NUM_BUCKETS, Factors
 from predictor.distribution import NUM_LEVELS, Points
 from predictor.features import Row
@@ -115,8 +116,8 @@ class PredictorClient:
         node: str = "",
         words: Sequence[int] = (),
     ) -> None:
-        """Note a new request; ``poll`` sends it. Too long an id is never forecast."""
-        if len(request_id) > MAX_ID_CHARS:
+        """Note a new request; ``poll`` sends it. Not so for ids that are too long or no UTF-8."""
+        if len(request_id) > MAX_ID_CHARS or not is_text(request_id):
             return
         question = Question(
             request_id,
@@ -176,7 +177,9 @@ class PredictorClient:
 
     def is_alive(self) -> bool:
         """Whether the predictor was heard in the last seconds."""
-        return self._heard_s is not None and self._clock.now_s() - self._heard_s < SILENT_AFTER_S
+        if self._heard_s is None:
+            return False
+        return 0 <= self._clock.now_s() - self._heard_s < SILENT_AFTER_S
 
     def counters(self) -> dict[str, int]:
         """Counts since the start, for whoever watches."""
@@ -216,7 +219,8 @@ class PredictorClient:
         for request_id, item in self._open.items():
             if len(self._to_ask) >= MAX_BATCH:
                 break
-            is_late = item.asked_s is None or now_s - item.asked_s > ASK_AGAIN_AFTER_S
+            # Either way: a clock may have jumped back.
+            is_late = item.asked_s is None or abs(now_s - item.asked_s) > ASK_AGAIN_AFTER_S
             if not item.is_answered and is_late:
                 self._to_ask[request_id] = None
 
@@ -285,6 +289,7 @@ class PredictorClient:
     def _notice_silence(self, now_s: float) -> None:
         if self._heard_s is None or self._is_silence_told:
             return
+        self._heard_s = min(self._heard_s, now_s)
         if now_s - self._heard_s >= SILENT_AFTER_S:
             self._is_silence_told = True
             logger.warning(

@@ -26,8 +26,11 @@ MAX_PIECES = 64
 MAX_WORDS = 48
 """Hashed words that are kept of a prompt."""
 WORD_BUCKETS = 2048
+MAX_VALUE = 1e6
+MAX_TOKENS_TOLD = 1 << 20
+"""A limit above this is none."""
 
-_WORD = re.compile(r"[a-z0-9']+|[^\x00-\x7f]")
+_WORD = re.compile(r"\d{1,3}(?:,\d{3})+|[a-z0-9']+|[^\x00-\x7f]")
 _FENCE = "```"
 
 _TASKS: dict[str, str] = {
@@ -179,10 +182,10 @@ def feature_row(cues: Cues, facts: EngineFacts) -> Row:
     """Shape (NUM_FEATURES,), finite whatever came in."""
     known = (
         _log(facts.input_tokens),
-        _log(min(facts.max_output_tokens, 1 << 20)),
+        _log(min(facts.max_output_tokens, MAX_TOKENS_TOLD)),
         _log(facts.min_output_tokens),
-        facts.temperature,
-        facts.top_p,
+        _within(facts.temperature),
+        _within(facts.top_p),
         facts.has_penalty,
         facts.has_stop,
         facts.has_grammar,
@@ -192,8 +195,8 @@ def feature_row(cues: Cues, facts: EngineFacts) -> Row:
         facts.is_program,
     )
     text = cues.values if len(cues.values) == len(TEXT_FEATURES) else _NO_TEXT
-    row = np.array(text + known, dtype=np.float32)
-    return np.clip(np.nan_to_num(row, nan=0.0, posinf=1e6, neginf=-1e6), -1e6, 1e6)
+    row = np.nan_to_num(np.array(text + known, dtype=np.float64), nan=0.0)
+    return np.clip(row, -MAX_VALUE, MAX_VALUE).astype(np.float32)
 
 
 def cues_of(body: Mapping[str, Any]) -> Cues:
@@ -288,7 +291,8 @@ def _asked(words: Sequence[str]) -> list[float]:
         unit = _UNIT_OF.get(word)
         if unit is not None:
             for before in words[max(index - 3, 0) : index]:
-                number = float(before[:6]) if before.isdecimal() else _NUMBERS.get(before)
+                digits = before.replace(",", "")
+                number = float(digits[:6]) if digits.isdecimal() else _NUMBERS.get(before)
                 if number is not None:
                     asked[unit] = max(asked[unit], number)
         elif word in _LIMIT_OF:
@@ -300,12 +304,14 @@ def _format(body: Mapping[str, Any]) -> tuple[float, float, float, float]:
     tools = body.get("tools")
     choice = body.get("tool_choice")
     is_forced = choice == "required" or isinstance(choice, dict)
-    wanted = body.get("response_format") or body.get("text_format")
+    # The Responses API has it in ``text``, where SGLang's own route has the prompt.
+    text = body.get("text")
+    wanted = body.get("response_format") or (text.get("format") if isinstance(text, dict) else None)
     params = body.get("sampling_params")
     schema: Any = params.get("json_schema") if isinstance(params, dict) else None
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if kind == "json_schema" and isinstance(wanted, dict):
-        schema = wanted.get("json_schema")
+        schema = wanted.get("json_schema", wanted)
     if isinstance(schema, dict):
         inner = schema.get("schema", schema)
         properties = inner.get("properties") if isinstance(inner, dict) else None
@@ -326,4 +332,9 @@ def _hashes(words: Sequence[str]) -> tuple[int, ...]:
 
 
 def _log(value: float) -> float:
-    return math.log1p(max(value, 0.0))
+    return math.log1p(min(max(value, 0), 1 << 62))
+
+
+def _within(value: float) -> float:
+    """A float, also of an integer that is too large for one."""
+    return float(min(max(value, -MAX_VALUE), MAX_VALUE))

@@ -69,11 +69,17 @@ class Forest(msgspec.Struct, frozen=True):
         return self.quantiles(rows, POINT_LEVELS)
 
     def quantiles(self, rows: Rows, levels: Floats | Sequence[float]) -> Floats:
-        """Quantiles of each row's target at ascending ``levels``, shape (n, levels)."""
+        """Quantiles of each row's target at ascending ``levels``, shape (n, levels).
+
+        Raises:
+            ValueError: levels that do not ascend from 0 to 1, or rows of other columns.
+        """
         rows = np.ascontiguousarray(rows, dtype=np.float32)
         if rows.ndim != 2 or rows.shape[1] != self.num_features:
             raise ValueError(f"rows have shape {rows.shape}, the forest {self.num_features}")
         levels = np.ascontiguousarray(levels, dtype=np.float64)
+        if not ((levels >= 0) & (levels <= 1) & (np.diff(levels, prepend=0.0) >= 0)).all():
+            raise ValueError("levels ascend between 0 and 1")
         result = np.empty((len(rows), len(levels)))
         _read(
             rows,
@@ -123,7 +129,8 @@ def _read(
         rank = 0
         below = counts[0]
         for level in range(num_levels):
-            position = levels[level] * (total - 1)
+            # One more and one less, as the library does it: the same rounding.
+            position = levels[level] * (total - 1) + 1.0 - 1.0
             first = int(position)
             while below <= first:
                 rank += 1

@@ -28,18 +28,35 @@ PRIOR_SPREAD = 1.0
 PRIOR_MEAN = 5.0
 """Log length to expect where nothing is known: about 150 tokens."""
 
+MIN_RESIDUAL_TOKENS = 16.0
+MAX_RESIDUAL = 4.0
+
 Key = tuple[int, int, int]
 
 
 class Group:
-    """Decayed count, mean and variance of log lengths."""
+    """Decayed count, mean and variance of log lengths; tokens seen, and answers seen to end."""
 
-    __slots__ = ("count", "mean", "variance")
+    __slots__ = ("count", "ends", "mean", "tokens", "variance")
 
-    def __init__(self, count: float = 0.0, mean: float = 0.0, variance: float = 0.0) -> None:
+    def __init__(
+        self,
+        count: float = 0.0,
+        mean: float = 0.0,
+        variance: float = 0.0,
+        tokens: float = 0.0,
+        ends: float = 0.0,
+    ) -> None:
         self.count = count
         self.mean = mean
         self.variance = variance
+        self.tokens = tokens
+        self.ends = ends
+
+    def saw(self, tokens: float, memory: float, *, is_cut: bool) -> None:
+        fade = 1.0 - 1.0 / memory
+        self.tokens = fade * self.tokens + tokens
+        self.ends = fade * self.ends + (not is_cut)
 
     def learn(self, value: float, memory: float) -> None:
         self.count = min(self.count + 1.0, memory)
@@ -47,6 +64,9 @@ class Group:
         delta = value - self.mean
         self.mean += step * delta
         self.variance += step * (delta * (value - self.mean) - self.variance)
+
+
+_NOBODY = Group()
 
 
 class Outlook:
@@ -90,35 +110,55 @@ class History:
         )
         return Outlook(means[2], features)
 
+    def saw(self, model: int, output_tokens: float, *, is_cut: bool) -> None:
+        """So many tokens of an answer were seen, to its end or not."""
+        self._group((model, 0, 0)).saw(output_tokens, _MEMORY[0], is_cut=is_cut)
+
+    def residual_tokens(self, model: int, generated_tokens: float) -> float:
+        """Mean tokens to come of an answer that was cut after ``generated_tokens``.
+
+        The maximum-likelihood mean of an exponential with censored cases: tokens seen over
+        answers seen to end. At most ``MAX_RESIDUAL`` times what is there.
+        """
+        group = self._groups.get((model, 0, 0), _NOBODY)
+        mean = (group.tokens + generated_tokens) / (group.ends + 1.0)
+        return min(max(mean, MIN_RESIDUAL_TOKENS), MAX_RESIDUAL * max(generated_tokens, 16.0))
+
     def learn(self, model: int, tenant: int, node: int, log_length: float) -> None:
         """An answer has ended."""
         for key, memory in zip(_keys(model, tenant, node), _MEMORY, strict=True):
             if key is None:
                 continue
-            group = self._groups.get(key)
-            if group is None:
-                group = self._groups[key] = Group()
-            group.learn(log_length, memory)
-            self._groups.move_to_end(key)
-        while len(self._groups) > MAX_GROUPS:
-            self._groups.popitem(last=False)
+            self._group(key).learn(log_length, memory)
+
+    def _group(self, key: Key) -> Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group()
+            while len(self._groups) > MAX_GROUPS:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(key)
+        return group
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """All that is needed to go on from here."""
         return {
             "keys": np.array(list(self._groups), dtype=np.int64).reshape(-1, 3),
             "groups": np.array(
-                [(group.count, group.mean, group.variance) for group in self._groups.values()],
+                [
+                    (group.count, group.mean, group.variance, group.tokens, group.ends)
+                    for group in self._groups.values()
+                ],
                 dtype=np.float64,
-            ).reshape(-1, 3),
+            ).reshape(-1, 5),
         }
 
     def restore(self, state: dict[str, npt.NDArray[np.generic]]) -> None:
         """Go on from ``state``. Raises ValueError where it is not one of this class."""
         keys, groups = state["keys"].astype(np.int64), state["groups"].astype(np.float64)
-        if keys.ndim != 2 or keys.shape != groups.shape or keys.shape[1] != 3:
+        if keys.shape != (len(keys), 3) or groups.shape != (len(keys), 5):
             raise ValueError("the history has another shape")
-        if not np.isfinite(groups).all() or (groups[:, [0, 2]] < 0).any():
+        if not np.isfinite(groups).all() or (groups[:, [0, 2, 3, 4]] < 0).any():
             raise ValueError("the history has numbers that cannot be")
         rows = zip(keys.tolist(), groups.tolist(), strict=True)
         self._groups = OrderedDict(((k[0], k[1], k[2]), Group(*values)) for k, values in rows)

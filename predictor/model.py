@@ -12,15 +12,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from predictor.calibration import Calibrator, bucket_of
+from predictor.calibration import Calibrator
 from predictor.distribution import (
-    LEVELS,
     MAX_TOKENS,
     NUM_POINTS,
     POINT_LEVELS,
     Floats,
     Points,
-    remaining_at_levels,
 )
 from predictor.features import FEATURES, NUM_FEATURES, Row
 from predictor.forest import Forest, ForestParameters, Rows, fit
@@ -138,17 +136,18 @@ class LengthModel:
             is_cut: it would have gone on.
             progress: (n, NUM_PROGRESS) what it looked like at the first n of ``TILT_MARKS``.
 
-        A cut answer's length is not known, only that it is longer. One is drawn from what its
-        own forecast says of answers that got so far: in the mean over many, that is Efron's
-        self-consistent estimate ("The Two Sample Problem with Censored Data", 1967), which
-        puts the mass of a cut answer where longer ones are seen to end.
+        A cut answer's length is not known, only that it is longer. It is learnt with what is to
+        come drawn from an exponential of the model's mean residual length, which rests on
+        tokens that were seen and never on an earlier draw.
         """
         if output_tokens < 0 or (is_cut and output_tokens == 0):
             return
+        request = asked.request
         length = float(output_tokens)
         if is_cut:
-            length = self._drawn_length(asked.points, output_tokens)
-        request = asked.request
+            mean = self.history.residual_tokens(request.model, length)
+            length += max(float(self._rng.exponential(mean)), 1.0)
+        self.history.saw(request.model, output_tokens, is_cut=is_cut)
         log_length = math.log1p(min(length, MAX_TOKENS))
         deviation = log_length - asked.expected
         tilts = None
@@ -163,12 +162,6 @@ class LengthModel:
         self.words.learn(request.words, deviation)
         self.history.learn(request.model, request.tenant, request.node, log_length)
         self.reservoir.add(asked.row, deviation)
-
-    def _drawn_length(self, points: Points, generated_tokens: int) -> float:
-        level = float(self._rng.uniform())
-        factors = self.calibrator.factors[bucket_of(generated_tokens)]
-        remaining = remaining_at_levels(points, generated_tokens) * factors
-        return generated_tokens + max(float(np.interp(level, LEVELS, remaining)), 1.0)
 
     # Fitting.
 

@@ -60,7 +60,7 @@ _SPELLINGS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 
 def classes_of(vocabulary: Mapping[str, int]) -> Classes:
     """The class bits of each token id, shape (largest id + 1,)."""
-    classes = np.zeros(max(vocabulary.values(), default=0) + 1, dtype=np.uint8)
+    classes = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.uint8)
     for token, index in vocabulary.items():
         if index >= 0:
             classes[index] = _class_of(token)

@@ -52,10 +52,12 @@ MAX_PENDING = 20_000
 """Requests that were forecast and have not ended; the oldest are forgotten first."""
 MAX_PEERS = 1024
 FIRST_CHECKPOINT_S = 5.0
+SAVE_LIMIT_S = 4.0
 MAX_WORDS = 64
 ENDINGS_PER_PASS = 8
 """Learning waits behind answering: a question must not queue behind many of these."""
 MAX_BACKLOG = 50_000
+FAILED_FIT_PAUSE_S = 60.0
 FIT_SHARE = 10.0
 """After a fit at least so many times its duration passes before the next one."""
 MAX_OUTPUT_TOKENS = 1 << 30
@@ -218,11 +220,13 @@ class PredictorServer:
         while self._backlog:
             self._learn(*self._backlog.popleft())
         if self._saving is not None:
-            concurrent.futures.wait([self._saving], timeout=30)
+            concurrent.futures.wait([self._saving], timeout=SAVE_LIMIT_S)
+            if not self._saving.done() or self._saving.exception() is not None:
+                self._learnt_at_save = -1
         if self._model.reservoir.num_added != self._learnt_at_save:
             self._save()
             if self._saving is not None:
-                concurrent.futures.wait([self._saving], timeout=30)
+                concurrent.futures.wait([self._saving], timeout=SAVE_LIMIT_S)
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _tend_forest(self, now_s: float) -> None:
@@ -234,6 +238,7 @@ class PredictorServer:
             self._next_fit_s = now_s + FIT_SHARE * max(now_s - started_s, 0.0)
             error = future.exception()
             if error is not None:
+                self._next_fit_s = max(self._next_fit_s, now_s + FAILED_FIT_PAUSE_S)
                 self.counters["failed_fits"] += 1
                 logger.error("forest_fit_failed error=%r: the forest before stays", error)
                 return
@@ -248,6 +253,8 @@ class PredictorServer:
             error = self._saving.exception()
             self._saving = None
             if error is not None:
+                # Nothing of it is on the disk: it is news still.
+                self._learnt_at_save = -1
                 self.counters["failed_checkpoints"] += 1
                 if not self._is_save_trouble_told:
                     self._is_save_trouble_told = True

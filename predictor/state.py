@@ -112,6 +112,9 @@ def decode_prior(data: bytes) -> Prior:
         raise ValueError(f"a prior without {error}") from error
     if rows.shape != (len(targets), NUM_COLUMNS) or source_of.shape != targets.shape:
         raise ValueError("rows, targets and sources of a prior do not belong together")
+    is_finite = np.isfinite(rows).all() and np.isfinite(targets).all()
+    if not (is_finite and np.isfinite(body.prior_mean)):
+        raise ValueError("a prior with numbers that are not finite")
     words = {name[6:]: a for name, a in arrays.items() if name.startswith("words.")}
     return Prior(rows, targets, body.prior_mean, body.sources, source_of, words)
 
@@ -129,36 +132,36 @@ def _inflated(data: bytes) -> bytes:
 
 def start_from_prior(model: LengthModel, prior: Prior) -> None:
     """Give a fresh model the prior; its forest is not fitted yet. Raises ValueError."""
+    if prior.words:
+        try:
+            model.words.restore(prior.words)
+        except KeyError as error:
+            raise ValueError(f"a prior without {error} of its words") from error
     model.reservoir.fill(prior.rows, prior.targets)
     model.history.prior_mean = prior.prior_mean
-    if prior.words:
-        model.words.restore(prior.words)
 
 
 def checked_forest(arrays: Arrays) -> Forest:
     """A forest whose every index leads somewhere, and every walk to a leaf. Raises ValueError."""
-    try:
-        forest = Forest(
-            feature=arrays["feature"].astype(np.int32),
-            threshold=arrays["threshold"].astype(np.float64),
-            left=arrays["left"].astype(np.int32),
-            right=arrays["right"].astype(np.int32),
-            roots=arrays["roots"].astype(np.int32),
-            leaf_starts=arrays["leaf_starts"].astype(np.int32),
-            leaf_ranks=arrays["leaf_ranks"].astype(np.int32),
-            targets=arrays["targets"].astype(np.float64),
-            num_features=NUM_COLUMNS,
-        )
-    except KeyError as error:
-        raise ValueError(f"a forest without {error}") from error
+    forest = Forest(
+        feature=_indices(arrays, "feature"),
+        threshold=_numbers(arrays, "threshold"),
+        left=_indices(arrays, "left"),
+        right=_indices(arrays, "right"),
+        roots=_indices(arrays, "roots"),
+        leaf_starts=_indices(arrays, "leaf_starts"),
+        leaf_ranks=_indices(arrays, "leaf_ranks"),
+        targets=_numbers(arrays, "targets"),
+        num_features=NUM_COLUMNS,
+    )
     nodes, leaves = len(forest.feature), len(forest.leaf_starts) - 1
+    if not (nodes == len(forest.threshold) == len(forest.left) == len(forest.right)):
+        raise ValueError("a forest whose nodes are not all there")
     is_leaf = forest.feature == LEAF
     inner = np.flatnonzero(~is_leaf)
     starts = forest.leaf_starts.astype(np.int64)
     is_good = (
-        all(array.ndim == 1 for array in _arrays_of(forest).values())
-        and nodes == len(forest.threshold) == len(forest.left) == len(forest.right)
-        and len(forest.roots) > 0
+        len(forest.roots) > 0
         and leaves > 0
         and _is_within(forest.roots, 0, nodes)
         and _is_within(forest.feature, LEAF, NUM_COLUMNS)
@@ -170,12 +173,31 @@ def checked_forest(arrays: Arrays) -> Forest:
         and bool(starts[0] == 0 and (np.diff(starts) > 0).all())
         and starts[-1] == len(forest.leaf_ranks)
         and _is_within(forest.leaf_ranks, 0, len(forest.targets))
-        and bool(np.isfinite(forest.targets).all() and (np.diff(forest.targets) >= 0).all())
-        and not np.isnan(forest.threshold).any()
+        and bool((np.diff(forest.targets) >= 0).all())
     )
     if not is_good:
         raise ValueError("not a forest")
     return forest
+
+
+def _indices(arrays: Arrays, name: str) -> npt.NDArray[np.int32]:
+    array = arrays.get(name)
+    if array is None or array.ndim != 1 or array.dtype.kind != "i":
+        raise ValueError(f"a forest without a list of whole numbers as {name}")
+    wide = array.astype(np.int64)
+    if not ((wide >= -(1 << 31)) & (wide < 1 << 31)).all():
+        raise ValueError(f"a forest with a number in {name} that is out of range")
+    return wide.astype(np.int32)
+
+
+def _numbers(arrays: Arrays, name: str) -> npt.NDArray[np.float64]:
+    array = arrays.get(name)
+    if array is None or array.ndim != 1 or array.dtype.kind != "f":
+        raise ValueError(f"a forest without a list of numbers as {name}")
+    numbers = array.astype(np.float64)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"a forest with a number in {name} that is not finite")
+    return numbers
 
 
 def _is_within(values: npt.NDArray[np.int32], least: int, below: int) -> bool:

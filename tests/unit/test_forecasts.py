@@ -51,8 +51,11 @@ class FakeClient:
     def ask(self, request_id: str, features: Any, **more: Any) -> None:
         self.asked[request_id] = {"features": features, **more}
 
-    def ended(self, request_id: str, output_tokens: int, *, is_cut: bool) -> None:
+    def ended(
+        self, request_id: str, output_tokens: int, *, is_cut: bool, progress: list[Any]
+    ) -> None:
         self.endings.append((request_id, output_tokens, is_cut))
+        self.progress = progress
 
     def poll(self) -> News:
         return self.news
@@ -254,3 +257,23 @@ def test_a_stream_and_a_program_are_told_apart(module: Any) -> None:
     stream = module.facts_of(req(stream=True), RequestTerms(0.0, LatencySlo(1.0, 0.1)))
     assert (stream.is_latency, stream.is_program, stream.is_streamed) == (True, False, True)
     assert module.facts_of(req(max_new_tokens=None), TERMS).max_output_tokens == 1 << 30
+
+
+def test_what_an_answer_looks_like_is_noted_at_each_mark_and_told_at_its_end(module: Any) -> None:
+    frames, client = FrameManager(SchedulerConfig()), FakeClient()
+    classes = np.zeros(8, dtype=np.uint8)
+    forecasts = module.Forecasts(frames, client, classes)
+    asked = req()
+    frames.arrive("a", TERMS, input_tokens=30, max_output_tokens=1000)
+    forecasts.arrived("a", asked, TERMS)
+    forecasts.take(News((("a", ramp()),), None))
+    for generated in range(1, 161):
+        asked.output_ids.append(generated % 7)
+        forecasts.progressed("a", generated)
+    forecasts.ended("a", asked)
+    assert len(client.progress) == 3
+
+
+def test_a_tokenizer_without_a_vocabulary_is_no_trouble(module: Any) -> None:
+    assert module.token_classes(None) is None
+    assert module.token_classes(SimpleNamespace(get_vocab=lambda: {"a": 0})) is not None
