@@ -20,6 +20,7 @@ import urllib.request
 from pathlib import Path
 from types import FrameType
 
+from core.channel import MAX_ADDRESS_BYTES
 from core.clock import MonotonicClock
 from core.service import SupervisedService
 from engine import demo_model
@@ -54,11 +55,7 @@ def main(argv: list[str]) -> int:
         flags.print_error(str(error))
         return EXIT_FAILED
     command = ["--model-path", model, *_without_model(rest)]
-    try:
-        services = Services(args, model)
-    except OSError as error:
-        flags.print_error(f"no folder for the predictor's socket: {error}")
-        return EXIT_FAILED
+    services = Services(args, model)
     command += services.server_flags
     if args.model == "demo" and "--served-model-name" not in argv:
         command += ["--served-model-name", demo_model.DEMO_NAME]
@@ -119,7 +116,10 @@ def _say(message: str) -> None:
 
 
 class Services:
-    """The processes beside the server; so far the length predictor."""
+    """The processes beside the server; so far the length predictor.
+
+    What is wrong with them costs forecasts and a line of warning, never the server.
+    """
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.server_flags: list[str] = []
@@ -127,26 +127,12 @@ class Services:
         self._predictor: SupervisedService | None = None
         if args.predictor != "on" or args.policy == STOCK_POLICY:
             return
-        address = args.predictor_address
-        if not address:
-            # Readable by this user only: whoever can write to the socket can teach the predictor.
-            self._folder = Path(tempfile.mkdtemp(prefix="jitserve-"))
-            address = f"ipc://{self._folder / 'predictor'}"
-            self.server_flags = ["--predictor-address", address]
-        command = [sys.executable, "-m", "predictor", "--address", address]
-        command += ["--quantile", str(args.length_quantile), "--parent", str(os.getpid())]
-        state = args.predictor_state or str(_state_folder(model))
-        if state != "none":
-            command += ["--state-dir", state]
-        self._predictor = SupervisedService(
-            "length predictor",
-            command,
-            lambda: PredictorProbe(address),
-            MonotonicClock(),
-            _say,
-            # Its arrays are small; more threads would only take the engine's cores.
-            {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        try:
+            self._predictor = self._make_predictor(args, model)
+        except (OSError, ValueError, RuntimeError) as error:
+            _say(f"serving without the length predictor: {error}")
+            self.server_flags = ["--predictor", "off"]
+            self._remove_folder()
 
     def tick(self) -> None:
         """Look after them; call it a few times a second."""
@@ -157,8 +143,44 @@ class Services:
         """End them and take their sockets away."""
         if self._predictor is not None:
             self._predictor.stop()
+        self._remove_folder()
+
+    def _make_predictor(self, args: argparse.Namespace, model: str) -> SupervisedService:
+        address = args.predictor_address
+        command = [sys.executable, "-m", "predictor"]
+        if not address:
+            # Readable by this user only: whoever can write to the socket can teach the predictor.
+            self._folder = _socket_folder()
+            address = f"ipc://{self._folder / 'predictor'}"
+            self.server_flags = ["--predictor-address", address]
+            command += ["--owned-folder", str(self._folder)]
+        command += ["--address", address, "--quantile", str(args.length_quantile)]
+        command += ["--parent", str(os.getpid())]
+        state = args.predictor_state or str(_state_folder(model))
+        if state != "none":
+            command += ["--state-dir", state]
+        return SupervisedService(
+            "length predictor",
+            command,
+            lambda: PredictorProbe(address),
+            MonotonicClock(),
+            _say,
+            # Its arrays are small; more threads would only take the engine's cores.
+            {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_folder() -> Path:
+    """A new folder with a path short enough for a socket. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix="jitserve-"))
+    if len(str(folder)) + len("/predictor") <= MAX_ADDRESS_BYTES:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="jitserve-", dir="/tmp"))
 
 
 def _state_folder(model: str) -> Path:

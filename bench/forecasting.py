@@ -18,12 +18,13 @@ from predictor.book import LengthBook
 from predictor.calibration import Calibrator
 from predictor.distribution import Points, at_level
 from predictor.model import Asked, LengthModel
-from predictor.tilt import TILT_MARKS, Tilts, no_tilts
+from predictor.tilt import TILT_MARKS, Tilts, no_tilts, tilt_of
 
 PROGRESS: tuple[int, ...] = (0, 50, 100, 200, 400)
 PINBALL_LEVELS: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
 BATCH = 32
 NOON_S = 43_200.0
+NUM_QUARTERS = 4
 
 
 class Forecaster(Protocol):
@@ -62,6 +63,8 @@ class ForestForecaster:
         self.model = LengthModel(seed=seed, quantile=quantile)
         self._tenant_of = tenant_of
         self._asked: list[Asked] = []
+        self.is_frozen = False
+        """Only the calibration goes on, as a rival's does."""
 
     @property
     def calibrator(self) -> Calibrator:
@@ -84,6 +87,9 @@ class ForestForecaster:
         return np.stack([asked.points for asked in self._asked])
 
     def tell(self, samples: Sequence[Sample]) -> None:
+        if self.is_frozen:
+            self._calibrate(samples)
+            return
         for asked, sample in zip(self._asked, samples, strict=True):
             self.model.learn(
                 asked,
@@ -93,6 +99,13 @@ class ForestForecaster:
             )
         if self.model.is_fit_due():
             self.model.refit()
+
+    def _calibrate(self, samples: Sequence[Sample]) -> None:
+        for asked, sample in zip(self._asked, samples, strict=True):
+            length = self.model.whole_length(asked, sample.output_tokens, is_cut=sample.is_cut)
+            marks = enumerate(sample.progress_rows(), start=1)
+            tilts = np.array([tilt_of(self.tilts, bucket, row) for bucket, row in marks])
+            self.calibrator.learn(asked.points, length, self.model.quantile, tilts)
 
 
 class RivalForecaster:
@@ -115,11 +128,13 @@ class RivalForecaster:
         return no_tilts()
 
     def train(self, samples: Sequence[Sample]) -> None:
-        # Calibrated on a fifth that was not trained on, then trained on all.
-        cut = len(samples) * 4 // 5
-        self._rival.fit(samples[:cut], self._seed)
-        self.ask(samples[cut:])
-        self.tell(samples[cut:])
+        # Calibrated on each quarter by what was trained on the others, then trained on all.
+        for quarter in range(NUM_QUARTERS):
+            held_out = samples[quarter::NUM_QUARTERS]
+            rest = [s for index, s in enumerate(samples) if index % NUM_QUARTERS != quarter]
+            self._rival.fit(rest, self._seed)
+            self.ask(held_out)
+            self.tell(held_out)
         self._rival.fit(samples, self._seed)
 
     def ask(self, samples: Sequence[Sample]) -> Points:
@@ -137,7 +152,8 @@ class RivalForecaster:
 class Scores(msgspec.Struct):
     """What was seen of one forecaster. Lists hold one number per answer that got so far."""
 
-    is_within: dict[int, list[float]]
+    is_within: dict[int, list[bool]]
+    """Only where the bound is below the limit of tokens: no answer can outgrow that one."""
     ratio: dict[int, list[float]]
     pinball: dict[int, list[float]]
     median: list[float]
@@ -178,11 +194,13 @@ def _note(book: LengthBook, sample: Sample, quantile: float, scores: Scores) -> 
         total = book.refine("it", g)
         if total is None:
             continue
+        limit = float(sample.facts.max_output_tokens)
         bound = math.ceil(float(at_level(total, quantile)))
-        scores.is_within[g].append(_within(total, bound, sample, quantile))
+        if bound < limit:
+            scores.is_within[g].append(truth <= bound)
         # As the scheduler has it: no answer is longer than it may become.
-        total = np.minimum(total, np.float32(sample.facts.max_output_tokens))
-        scores.ratio[g].append(min(bound, sample.facts.max_output_tokens) / truth)
+        total = np.minimum(total, np.float32(limit))
+        scores.ratio[g].append(min(bound, limit) / truth)
         errors = [(level, truth - float(at_level(total, level))) for level in PINBALL_LEVELS]
         scores.pinball[g].append(
             sum(max(level * e, (level - 1) * e) for level, e in errors) / len(errors)
@@ -192,27 +210,17 @@ def _note(book: LengthBook, sample: Sample, quantile: float, scores: Scores) -> 
             scores.truth.append(truth)
 
 
-def _within(total: Points, bound: float, sample: Sample, quantile: float) -> float:
-    """1 for an answer within its bound, 0 for one that outgrew it.
-
-    A cut answer is longer than its limit and nobody knows by how much: it counts with the
-    forecast's own probability of ending within the bound, given that it is longer.
-    """
-    if not sample.is_cut:
-        return float(sample.output_tokens <= bound)
-    shorter = float((total <= sample.output_tokens).mean())
-    return min(max((quantile - shorter) / max(1.0 - shorter, 1e-9), 0.0), 1.0)
-
-
 def summary(scores: Scores) -> dict[str, float]:
     """Flat figures: coverage, ratio and pinball loss by progress, and Kendall's tau."""
     figures: dict[str, float] = {"cases": float(len(scores.truth))}
     for g in PROGRESS:
         within, ratio = scores.is_within[g], scores.ratio[g]
-        if not within:
+        if not ratio:
             continue
-        figures[f"cases_{g}"] = float(len(within))
-        figures[f"coverage_{g}"] = float(np.mean(within))
+        figures[f"cases_{g}"] = float(len(ratio))
+        figures[f"open_{g}"] = float(len(within))
+        if within:
+            figures[f"coverage_{g}"] = float(np.mean(within))
         for name, level in (("p5", 0.05), ("p50", 0.5), ("p95", 0.95)):
             figures[f"ratio_{name}_{g}"] = float(np.quantile(ratio, level))
         figures[f"pinball_{g}"] = float(np.mean(scores.pinball[g]))

@@ -6,6 +6,7 @@ The serving side holds a ``DealerChannel``: every call returns at once, and what
 into the queue is lost (and counted). A service holds a ``RouterChannel``.
 """
 
+import re
 import uuid
 from collections import Counter
 from typing import Any, Generic, TypeVar
@@ -16,11 +17,11 @@ import zmq
 Out = TypeVar("Out")
 In = TypeVar("In")
 
-MAX_FRAME_BYTES = 8 << 20
+MAX_FRAME_BYTES = 2 << 20
 """Longer frames are dropped with a count."""
-_CUT_OFF_BYTES = 8 * MAX_FRAME_BYTES
+_CUT_OFF_BYTES = 4 * MAX_FRAME_BYTES
 """Who sends longer ones than this is disconnected by ZeroMQ before they are in memory."""
-QUEUE_FRAMES = 1000
+QUEUE_FRAMES = 256
 """Frames that may wait in each direction; more are dropped."""
 HEADER_BYTES = 4
 MAX_ADDRESS_BYTES = 107
@@ -62,6 +63,9 @@ class Codec(Generic[Out, In]):
             raise WireError("garbage", str(error)) from error
 
 
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%a-z]+\]")
+
+
 def check_address(address: str) -> str:
     """``address`` if ZeroMQ can use it between processes.
 
@@ -72,7 +76,8 @@ def check_address(address: str) -> str:
     if scheme == "ipc" and 0 < len(rest.encode()) <= MAX_ADDRESS_BYTES:
         return address
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536
+    if scheme == "tcp" and _HOST.fullmatch(host) and is_port:
         return address
     raise ValueError(
         f"takes ipc://PATH (at most {MAX_ADDRESS_BYTES} bytes) or tcp://HOST:PORT, got {address!r}"
@@ -100,14 +105,18 @@ class DealerChannel(Generic[Out, In]):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._socket.connect(check_address(address))
+        try:
+            self._socket.connect(check_address(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"cannot connect to {address}: {error}") from error
         self.counters: Counter[str] = Counter()
 
     def send(self, message: Out) -> bool:
         """Queue a message; False where there is nobody or no room, and it is lost."""
         try:
             self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        except (zmq.ZMQError, UnicodeEncodeError):
             self.counters["unsent"] += 1
             return False
         self.counters["sent"] += 1

@@ -78,12 +78,9 @@ class CheckpointStore:
         self._version = version
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (folder / f"{name}.lock").open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.is_owner = True
-        except OSError:
-            # Another server learns there: read what it knows, write nothing.
-            self.is_owner = False
+        self.is_owner = False
+        """Whether this process may write; another one may learn there."""
+        self._claim()
 
     def save(self, payload: bytes) -> Path | None:
         """Write the newest checkpoint; None where another process owns the folder.
@@ -91,7 +88,8 @@ class CheckpointStore:
         Raises:
             OSError: it could not be written; the older ones are as they were.
         """
-        if not self.is_owner:
+        # Who owned the folder may have gone.
+        if not self.is_owner and not self._claim():
             return None
         files = self._files()
         serial = self._serial(files[0]) + 1 if files else 1
@@ -126,6 +124,14 @@ class CheckpointStore:
 
     def close(self) -> None:
         self._lock.close()
+
+    def _claim(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        self.is_owner = True
+        return True
 
     def _files(self) -> list[Path]:
         """Newest first."""

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import zmq
 from core.channel import RouterChannel
 from core.checkpoint import CheckpointStore
 from core.clock import MonotonicClock, time_of_day_s
+from predictor.client import PredictorProbe
 from predictor.forest import warm_up
 from predictor.model import LengthModel
 from predictor.protocol import server_codec
@@ -23,6 +25,7 @@ from predictor.state import FORMAT_VERSION
 logger = logging.getLogger("predictor")
 
 EXIT_FAILED = 1
+TAKEN_LIMIT_S = 0.3
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +44,9 @@ def main(argv: list[str]) -> int:
         lambda: LengthModel(seed=args.seed, quantile=args.quantile), store
     )
     warm_up()
+    if _is_taken(args.address):
+        logger.error("another predictor answers at %s", args.address)
+        return EXIT_FAILED
     try:
         channel = RouterChannel(args.address, server_codec())
     except (ValueError, zmq.ZMQError) as error:
@@ -60,6 +66,9 @@ def main(argv: list[str]) -> int:
     logger.info("ready address=%s from=%s rows=%d", args.address, source, len(model.reservoir))
     Loop(channel, server, lambda: bool(stopping) or _is_orphan(args.parent)).run()
     channel.close()
+    if args.owned_folder is not None and _is_orphan(args.parent):
+        # Whoever made it for us is gone and cannot take it away.
+        shutil.rmtree(args.owned_folder, ignore_errors=True)
     return 0
 
 
@@ -78,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parent", type=int, default=0, help="end when the parent process is no longer this one"
     )
+    parser.add_argument(
+        "--owned-folder",
+        type=Path,
+        default=None,
+        help="a folder to remove when the parent process is gone",
+    )
     return parser
 
 
@@ -92,6 +107,18 @@ def _store(folder: Path | None) -> CheckpointStore | None:
     if not store.is_owner:
         logger.warning("state_shared folder=%s: another predictor keeps its state there", folder)
     return store
+
+
+def _is_taken(address: str) -> bool:
+    """Whether a predictor answers there: ZeroMQ would take its socket away without a word."""
+    try:
+        probe = PredictorProbe(address)
+    except ValueError:
+        return False
+    try:
+        return probe.status(TAKEN_LIMIT_S) is not None
+    finally:
+        probe.close()
 
 
 def _is_orphan(parent: int) -> bool:

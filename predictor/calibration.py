@@ -37,6 +37,7 @@ MAX_FACTOR = 50.0
 TRACKING_RATE = 0.03
 """By how much one answer outside the bound widens its bucket, in the log, about."""
 MAX_SHIFT = 2.0
+MAX_SEEN = 1 << 53
 REFRESH_EVERY = 32
 """Answers after which the factors are worked out again."""
 MIN_REMAINING_TOKENS = 0.5
@@ -154,7 +155,7 @@ class Calibrator:
             raise ValueError(f"calibration scores have shape {scores.shape}, not {expected}")
         if covered.shape != expected[:2] or not np.isfinite(scores).all():
             raise ValueError("calibration scores are not numbers")
-        if (scores <= 0).any() or (seen < 0).any():
+        if (scores <= 0).any() or (seen < 0).any() or (seen > MAX_SEEN).any():
             raise ValueError("calibration scores are not positive")
         if shift.shape != seen.shape or not (np.abs(shift) <= MAX_SHIFT).all():
             raise ValueError("calibration shifts are out of range")

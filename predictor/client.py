@@ -13,14 +13,12 @@ import numpy as np
 
 from core.channel import DealerChannel
 from core.clock import Clock
-from core.terms import is_text
-from predictor.calibration import NUM_BUCKETS, Factors
+from predictor.calibration import MAX_FACTOR, NUM_BUCKETS, Factors
 from predictor.distribution import NUM_LEVELS, Points
 from predictor.features import Row
 from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
     MAX_BATCH,
-    MAX_ID_CHARS,
     Ask,
     AskStatus,
     CalibrationUpdate,
@@ -39,7 +37,7 @@ from predictor.protocol import (
     name_hash,
     points_of,
 )
-from predictor.tilt import TILTED_BUCKETS, Tilts
+from predictor.tilt import MAX_WEIGHT, TILTED_BUCKETS, Tilts
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ HELLO_EVERY_S = 1.0
 SILENT_AFTER_S = 5.0
 ASK_AGAIN_AFTER_S = 3.0
 MESSAGES_PER_POLL = 64
-"""Most messages taken in by one call: what is left is taken by the next."""
+"""Most messages taken in by one call, and one with forecasts: the next call takes the next."""
 MAX_ENDINGS = 4096
 """Endings kept while nobody takes them; the oldest are lost first."""
 
@@ -97,6 +95,9 @@ class PredictorClient:
         self._model_name = model
         self._model = name_hash(model)
         self._open: dict[str, _Open] = {}
+        self._id_of: dict[str, str] = {}
+        """Ids of open requests by the number under which they are asked about."""
+        self._serial = 0
         self._to_ask: dict[str, None] = {}
         self._endings: list[Ending] = []
         self._session: int | None = None
@@ -116,18 +117,19 @@ class PredictorClient:
         node: str = "",
         words: Sequence[int] = (),
     ) -> None:
-        """Note a new request; ``poll`` sends it. Not so for ids that are too long or no UTF-8."""
-        if len(request_id) > MAX_ID_CHARS or not is_text(request_id):
-            return
+        """Note a new request; ``poll`` sends it, under a number of our own."""
+        self._serial += 1
         question = Question(
-            request_id,
+            str(self._serial),
             self._model,
             name_hash(self._model_name, tenant),
             name_hash(self._model_name, tenant, node),
             features.astype("<f4").tobytes(),
             tuple(words),
         )
+        self.forget(request_id)
         self._open[request_id] = _Open(question)
+        self._id_of[question.request_id] = request_id
         self._to_ask[request_id] = None
 
     def ended(
@@ -141,17 +143,19 @@ class PredictorClient:
         """
         opened = self._open.pop(request_id, None)
         self._to_ask.pop(request_id, None)
-        if opened is None or not opened.is_answered:
-            # What was not forecast cannot be learnt from: nobody knows what it looked like.
+        if opened is None:
+            return
+        self._id_of.pop(opened.question.request_id, None)
+        if opened.asked_s is None:
+            # What was not asked cannot be learnt from: nobody knows what it looked like.
             return
         rows = tuple(row.astype("<f4").tobytes() for row in progress)
-        self._endings.append(Ending(request_id, output_tokens, is_cut, rows))
+        self._endings.append(Ending(opened.question.request_id, output_tokens, is_cut, rows))
         del self._endings[:-MAX_ENDINGS]
 
     def forget(self, request_id: str) -> None:
         """A request is over and nothing is to be learnt from it."""
-        self._open.pop(request_id, None)
-        self._to_ask.pop(request_id, None)
+        self.ended(request_id, 0, is_cut=True)
 
     def poll(self) -> News:
         """Send what is to be sent and take in what has come. Call it in every pass."""
@@ -167,7 +171,7 @@ class PredictorClient:
             self._send_questions(now_s)
         if self._endings:
             self._send_endings()
-        messages = self._channel.receive(MESSAGES_PER_POLL)
+        messages = self._received()
         if not messages:
             self._notice_silence(now_s)
             return NO_NEWS
@@ -224,6 +228,16 @@ class PredictorClient:
             if not item.is_answered and is_late:
                 self._to_ask[request_id] = None
 
+    def _received(self) -> list[FromPredictor]:
+        """What is here, but no more forecasts than a pass may take in."""
+        messages: list[FromPredictor] = []
+        for _ in range(MESSAGES_PER_POLL):
+            found = self._channel.receive(1)
+            messages += found
+            if not found or isinstance(found[0], Forecasts):
+                break
+        return messages
+
     def _take(self, messages: list[FromPredictor]) -> News:
         forecasts: list[tuple[str, Points]] = []
         factors: Factors | None = None
@@ -258,8 +272,9 @@ class PredictorClient:
     def _believable(self, items: Sequence[Forecast]) -> list[tuple[str, Points]]:
         found = []
         for item in items:
-            opened = self._open.get(item.request_id)
-            if opened is None:
+            request_id = self._id_of.get(item.request_id)
+            opened = None if request_id is None else self._open.get(request_id)
+            if request_id is None or opened is None:
                 continue
             try:
                 points = points_of(item)
@@ -267,7 +282,7 @@ class PredictorClient:
                 self.num_bad += 1
                 continue
             opened.is_answered = True
-            found.append((item.request_id, points))
+            found.append((request_id, points))
         return found
 
     def _factors(self, message: CalibrationUpdate) -> tuple[Factors, Tilts] | None:
@@ -277,7 +292,10 @@ class PredictorClient:
         except ValueError:
             self.num_bad += 1
             return None
-        if (factors <= 0).any():
+        # A little room for rounding; what is far outside no predictor of ours has sent.
+        most = 1.01 * MAX_FACTOR
+        is_sane = (factors >= 1 / most).all() and (factors <= most).all()
+        if not (is_sane and (np.abs(tilts) <= MAX_WEIGHT).all()):
             self.num_bad += 1
             return None
         self._calibration_version = message.version

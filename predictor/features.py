@@ -26,6 +26,8 @@ MAX_PIECES = 64
 MAX_WORDS = 48
 """Hashed words that are kept of a prompt."""
 WORD_BUCKETS = 2048
+CUES_VERSION = 1
+"""Rises whenever the same prompt gives other numbers than before."""
 MAX_VALUE = 1e6
 MAX_TOKENS_TOLD = 1 << 20
 """A limit above this is none."""
@@ -262,6 +264,9 @@ def _pieces(body: Mapping[str, Any]) -> tuple[list[tuple[str, str]], bool]:
         pieces.append(("system", instructions))
     if isinstance(source, str):
         pieces.append(("user", source))
+    elif isinstance(source, list) and len(source) > 1 and isinstance(source[0], str):
+        # Several prompts in one body: what one asks for says nothing of the others.
+        return [], has_media
     for item in source[-MAX_PIECES:] if isinstance(source, list) else ():
         if isinstance(item, str):
             pieces.append(("user", item))

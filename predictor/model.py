@@ -37,6 +37,9 @@ COLUMNS: tuple[str, ...] = (
 NUM_COLUMNS = len(COLUMNS)
 _LIMIT_COLUMN = COLUMNS.index("log_max_tokens")
 DAY_S = 86_400.0
+MAX_LOG_TOKENS = math.log(MAX_TOKENS)
+MIN_SHARE_SEEN = 0.1
+"""A cut answer is learnt from if at least so many like it were expected to be shorter."""
 MIN_FIT_ROWS = 40
 MIN_NEW_ROWS = 64
 NEW_ROWS_SHARE = 8
@@ -89,7 +92,8 @@ class LengthModel:
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._seed = seed
-        self._quantile = quantile
+        self.quantile = quantile
+        """Of the bound whose coverage is watched."""
         self._parameters = parameters or ForestParameters()
         self.history = History()
         self.words = WordScores()
@@ -114,10 +118,11 @@ class LengthModel:
             score = self.words.score(request.words)
             rows[index, NUM_FEATURES:] = (*outlook.features, score, *day)
         deviations = self._deviations(rows)
-        logs: Floats = np.clip(expected[:, None] + deviations, 0.0, math.log(MAX_TOKENS))
+        logs: Floats = np.clip(expected[:, None] + deviations, 0.0, MAX_LOG_TOKENS)
         points = np.expm1(logs).astype(np.float32)
         return [
-            Asked(request, rows[index], float(expected[index]), points[index])
+            # Copies: a view would keep the arrays of the whole batch.
+            Asked(request, rows[index].copy(), float(expected[index]), points[index].copy())
             for index, request in enumerate(requests)
         ]
 
@@ -144,24 +149,33 @@ class LengthModel:
             return
         request = asked.request
         length = float(output_tokens)
-        if is_cut:
-            mean = self.history.residual_tokens(request.model, length)
-            length += max(float(self._rng.exponential(mean)), 1.0)
+        if is_cut and int((asked.points <= length).sum()) < MIN_SHARE_SEEN * NUM_POINTS:
+            # Cut where hardly any answer like it has ended: it says nothing but that.
+            self.history.saw(request.model, output_tokens, is_cut=True)
+            return
+        length = self.whole_length(asked, output_tokens, is_cut=is_cut)
         self.history.saw(request.model, output_tokens, is_cut=is_cut)
         log_length = math.log1p(min(length, MAX_TOKENS))
         deviation = log_length - asked.expected
         tilts = None
         if progress is not None and len(progress):
-            limit = math.expm1(float(request.features[_LIMIT_COLUMN]))
+            limit = math.expm1(min(float(request.features[_LIMIT_COLUMN]), MAX_LOG_TOKENS))
             tilts = self.tilt.learn(asked.points, length, limit, progress)
         version = self.calibrator.version
-        self.calibrator.learn(asked.points, length, self._quantile, tilts)
+        self.calibrator.learn(asked.points, length, self.quantile, tilts)
         if self.calibrator.version != version:
             # Published together, under one version.
             self.tilt.refresh()
         self.words.learn(request.words, deviation)
         self.history.learn(request.model, request.tenant, request.node, log_length)
         self.reservoir.add(asked.row, deviation)
+
+    def whole_length(self, asked: Asked, output_tokens: int, *, is_cut: bool) -> float:
+        """How long an answer became, or a draw of what a cut one would have become."""
+        if not is_cut:
+            return float(output_tokens)
+        mean = self.history.residual_tokens(asked.request.model, output_tokens)
+        return output_tokens + max(float(self._rng.exponential(mean)), 1.0)
 
     # Fitting.
 
@@ -179,7 +193,9 @@ class LengthModel:
 
     def fit_forest(self, data: TrainingData) -> Forest:
         """A forest for ``adopt``; touches nothing of this object that changes."""
-        return fit(data.rows, data.targets, self._parameters, self._seed + data.num_added)
+        return fit(
+            data.rows, data.targets, self._parameters, (self._seed + data.num_added) % (1 << 32)
+        )
 
     def adopt(self, forest: Forest, data: TrainingData) -> None:
         """Forecast with this forest from now on."""

@@ -6,19 +6,23 @@ numbers. Arrays are little-endian bytes: rows of ``float32``.
 """
 
 import hashlib
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from core.channel import Codec
-from predictor.distribution import NUM_POINTS, Points
-from predictor.features import NUM_FEATURES, Row
+from predictor.distribution import MAX_TOKENS, NUM_POINTS, Points
+from predictor.features import MAX_VALUE, NUM_FEATURES, Row
 
 MAGIC = b"JSP"
 SCHEMA_VERSION = 1
 MAX_BATCH = 256
 """Most requests in one message."""
-MAX_ID_CHARS = 512
+MAX_ANSWERS = 64
+"""Most forecasts in one message: what a scheduler takes in at once, a few milliseconds."""
+MAX_ID_CHARS = 64
+"""Ids are a client's own serial numbers, never a sender's names."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -66,14 +70,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Requests to forecast, and which calibration the client has."""
 
-    questions: tuple[Question, ...]
+    questions: Annotated[tuple[Question, ...], msgspec.Meta(max_length=MAX_BATCH)]
     calibration_version: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """Answers that are over: what the predictor learns from."""
 
-    endings: tuple[Ending, ...]
+    endings: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag="status"):
@@ -92,7 +96,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Forecasts(msgspec.Struct, frozen=True, tag="forecasts"):
     """Answers to an ``Ask``."""
 
-    forecasts: tuple[Forecast, ...]
+    forecasts: Annotated[tuple[Forecast, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
 
 class CalibrationUpdate(msgspec.Struct, frozen=True, tag="calibration"):
@@ -148,7 +152,10 @@ def floats_of(data: bytes, count: int) -> Row:
 
 def features_of(question: Question) -> Row:
     """The feature row of a question. Raises ValueError."""
-    return floats_of(question.features, NUM_FEATURES)
+    row = floats_of(question.features, NUM_FEATURES)
+    if (np.abs(row) > MAX_VALUE).any():
+        raise ValueError("a feature is out of range")
+    return row
 
 
 def points_of(forecast: Forecast) -> Points:
@@ -158,6 +165,6 @@ def points_of(forecast: Forecast) -> Points:
     points = np.frombuffer(forecast.points, dtype="<f4").astype(np.float32, copy=False)
     # No comparison with what is not a number is true.
     is_ascending = bool((points[1:] >= points[:-1]).all())
-    if not (is_ascending and points[0] >= 0 and points[-1] < np.inf):
+    if not (is_ascending and points[0] >= 0 and points[-1] <= MAX_TOKENS * 1.01):
         raise ValueError("points are not ascending lengths")
     return points

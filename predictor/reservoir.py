@@ -13,6 +13,7 @@ Floats = npt.NDArray[np.float64]
 
 CAPACITY = 6000
 PRIOR_ROWS_PER_REAL = 10
+MAX_ADDED = 1 << 53
 
 
 class Reservoir:
@@ -100,4 +101,4 @@ class Reservoir:
         self._is_prior[:size] = is_prior
         self._is_prior[size:] = False
         self._size = size
-        self.num_added = max(int(added[0]), 0)
+        self.num_added = min(max(int(added[0]), 0), MAX_ADDED)

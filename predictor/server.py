@@ -4,17 +4,15 @@
 comes over the socket is decoded into known messages or dropped with a count.
 """
 
-import concurrent.futures
 import contextlib
 import logging
-import os
-import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import assert_never
 
 import numpy as np
 
+from core.background import Job
 from core.channel import RouterChannel
 from core.checkpoint import CheckpointStore
 from core.clock import Clock
@@ -25,6 +23,7 @@ from predictor.forest import Forest
 from predictor.model import Asked, LengthModel, Request, TrainingData
 from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
+    MAX_ANSWERS,
     MAX_BATCH,
     MAX_ID_CHARS,
     Ask,
@@ -47,7 +46,7 @@ from predictor.tilt import TILTED_BUCKETS
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PER_PASS = 64
+MESSAGES_PER_PASS = 16
 MAX_PENDING = 20_000
 """Requests that were forecast and have not ended; the oldest are forgotten first."""
 MAX_PEERS = 1024
@@ -97,9 +96,8 @@ class PredictorServer:
         """The calibration version that each peer has been told; a peer in here was greeted."""
         self._backlog: deque[tuple[bytes, Ending]] = deque(maxlen=MAX_BACKLOG)
         self.counters: Counter[str] = Counter()
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, initializer=_give_way)
-        self._fitting: tuple[concurrent.futures.Future[Forest], TrainingData, float] | None = None
-        self._saving: concurrent.futures.Future[object] | None = None
+        self._fitting: tuple[Job[Forest], TrainingData, float] | None = None
+        self._saving: Job[object] | None = None
         self._next_fit_s = -float("inf")
         self._next_save_s = clock.now_s() + min(FIRST_CHECKPOINT_S, checkpoint_every_s)
         self._learnt_at_save = model.reservoir.num_added
@@ -170,7 +168,8 @@ class PredictorServer:
         self.counters["forecasts"] += len(good)
         for peer, forecasts in answers.items():
             self._send_calibration(peer)
-            self._send(peer, Forecasts(tuple(forecasts)))
+            for start in range(0, len(forecasts), MAX_ANSWERS):
+                self._send(peer, Forecasts(tuple(forecasts[start : start + MAX_ANSWERS])))
 
     def _send_calibration(self, peer: bytes) -> None:
         calibrator = self._model.calibrator
@@ -211,48 +210,64 @@ class PredictorServer:
         self._tend_checkpoint(now_s)
 
     def fit_now(self) -> None:
-        """Fit before serving: the first forest."""
-        if self._model.is_fit_due():
+        """Fit before serving: the first forest. Without it the history forecasts alone."""
+        if not self._model.is_fit_due():
+            return
+        try:
             self._model.refit()
+        except (ValueError, ArithmeticError) as error:
+            self.counters["failed_fits"] += 1
+            logger.error("forest_fit_failed error=%r: the history forecasts alone", error)
 
     def close(self) -> None:
-        """Save what has been learnt and end the worker."""
+        """Save what has been learnt, here and now: a fit that runs is given up."""
         while self._backlog:
             self._learn(*self._backlog.popleft())
-        if self._saving is not None:
-            concurrent.futures.wait([self._saving], timeout=SAVE_LIMIT_S)
-            if not self._saving.done() or self._saving.exception() is not None:
-                self._learnt_at_save = -1
-        if self._model.reservoir.num_added != self._learnt_at_save:
-            self._save()
-            if self._saving is not None:
-                concurrent.futures.wait([self._saving], timeout=SAVE_LIMIT_S)
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        if self._saving is not None and not self._is_saved(self._saving, SAVE_LIMIT_S):
+            self._learnt_at_save = -1
+        if self._store is None or self._model.reservoir.num_added == self._learnt_at_save:
+            return
+        try:
+            self._store.save(state.encode(self._model))
+        except OSError as error:
+            logger.warning("checkpoint_failed error=%r: the one before stays", error)
+
+    @staticmethod
+    def _is_saved(saving: "Job[object]", limit_s: float) -> bool:
+        if not saving.wait(limit_s):
+            return False
+        with contextlib.suppress(OSError):
+            saving.result()
+            return True
+        return False
 
     def _tend_forest(self, now_s: float) -> None:
         if self._fitting is not None:
-            future, data, started_s = self._fitting
-            if not future.done():
+            job, data, started_s = self._fitting
+            if not job.is_done():
                 return
             self._fitting = None
             self._next_fit_s = now_s + FIT_SHARE * max(now_s - started_s, 0.0)
-            error = future.exception()
-            if error is not None:
+            try:
+                self._model.adopt(job.result(), data)
+            except Exception as error:
+                # Whatever is wrong with the data, the forest before still answers.
                 self._next_fit_s = max(self._next_fit_s, now_s + FAILED_FIT_PAUSE_S)
                 self.counters["failed_fits"] += 1
                 logger.error("forest_fit_failed error=%r: the forest before stays", error)
                 return
-            self._model.adopt(future.result(), data)
             self.counters["fits"] += 1
         elif now_s >= self._next_fit_s and self._model.is_fit_due():
             data = self._model.training_data()
-            self._fitting = (self._worker.submit(self._model.fit_forest, data), data, now_s)
+            model = self._model
+            self._fitting = (Job(lambda: model.fit_forest(data)), data, now_s)
 
     def _tend_checkpoint(self, now_s: float) -> None:
-        if self._saving is not None and self._saving.done():
-            error = self._saving.exception()
-            self._saving = None
-            if error is not None:
+        if self._saving is not None and self._saving.is_done():
+            saving, self._saving = self._saving, None
+            try:
+                saving.result()
+            except Exception as error:
                 # Nothing of it is on the disk: it is news still.
                 self._learnt_at_save = -1
                 self.counters["failed_checkpoints"] += 1
@@ -268,12 +283,13 @@ class PredictorServer:
             self._save()
 
     def _save(self) -> None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         self._learnt_at_save = self._model.reservoir.num_added
-        # Encoded here, where nothing changes meanwhile; the slow disk is the worker's.
+        # Encoded here, where nothing changes meanwhile; the slow disk is not the loop's.
         payload = state.encode(self._model)
-        self._saving = self._worker.submit(self._store.save, payload)
+        self._saving = Job(lambda: store.save(payload))
 
 
 def _request_of(question: Question) -> Request:
@@ -297,12 +313,6 @@ def _progress_of(ending: Ending) -> Points:
         raise ValueError("too much progress")
     rows = [floats_of(row, NUM_PROGRESS) for row in ending.progress]
     return np.array(rows, dtype=np.float32).reshape(-1, NUM_PROGRESS)
-
-
-def _give_way() -> None:
-    """Fitting and saving yield the processor to answering, and to the engine."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 def restored_model(

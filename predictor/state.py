@@ -13,13 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from core import checkpoint
+from predictor.features import CUES_VERSION
 from predictor.forest import LEAF, Forest
 from predictor.model import COLUMNS, NUM_COLUMNS, LengthModel
+from predictor.reservoir import CAPACITY
 
 FORMAT_VERSION = 1
 T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[np.generic]]
 
+LEARNT_FROM = (*COLUMNS, f"cues {CUES_VERSION}")
+"""What a state was learnt from: it is of no use to a version that sees other things."""
+MAX_TREES = 1000
 _TYPES = ("<f4", "<f8", "<i4", "<i8", "|b1")
 _MAX_SIZE = 64 << 20
 PRIOR_PATH = Path(__file__).with_name("prior.bin")
@@ -65,7 +70,7 @@ class _PriorFile(msgspec.Struct, frozen=True):
 def encode(model: LengthModel) -> bytes:
     """All that a model has learnt."""
     state = _State(
-        COLUMNS,
+        LEARNT_FROM,
         _pack(model.state()),
         {} if model.forest is None else _pack(_arrays_of(model.forest)),
         model.fitted_at,
@@ -85,7 +90,8 @@ def decode_into(data: bytes, model: LengthModel) -> None:
     if state.forest:
         data_of = model.training_data()
         forest = checked_forest(_unpack(state.forest))
-        model.adopt(forest, msgspec.structs.replace(data_of, num_added=max(state.fitted_at, 0)))
+        fitted_at = min(max(state.fitted_at, 0), data_of.num_added)
+        model.adopt(forest, msgspec.structs.replace(data_of, num_added=fitted_at))
 
 
 def encode_prior(prior: Prior) -> bytes:
@@ -96,7 +102,7 @@ def encode_prior(prior: Prior) -> bytes:
         "source_of": prior.source_of.astype(np.int32),
         **{f"words.{name}": array for name, array in prior.words.items()},
     }
-    body = _PriorFile(COLUMNS, prior.sources, prior.prior_mean, _pack(arrays))
+    body = _PriorFile(LEARNT_FROM, prior.sources, prior.prior_mean, _pack(arrays))
     return checkpoint.pack(zlib.compress(msgspec.msgpack.encode(body), 9), FORMAT_VERSION)
 
 
@@ -161,7 +167,10 @@ def checked_forest(arrays: Arrays) -> Forest:
     inner = np.flatnonzero(~is_leaf)
     starts = forest.leaf_starts.astype(np.int64)
     is_good = (
-        len(forest.roots) > 0
+        0 < len(forest.roots) <= MAX_TREES
+        # What one forecast may have to pool.
+        and len(forest.leaf_ranks) <= len(forest.roots) * len(forest.targets)
+        and len(forest.targets) <= 2 * CAPACITY
         and leaves > 0
         and _is_within(forest.roots, 0, nodes)
         and _is_within(forest.feature, LEAF, NUM_COLUMNS)
@@ -210,7 +219,7 @@ def _arrays_of(forest: Forest) -> Arrays:
 
 
 def _check_columns(columns: tuple[str, ...]) -> None:
-    if columns != COLUMNS:
+    if columns != LEARNT_FROM:
         raise ValueError("it was learnt from other features than this version has")
 
 

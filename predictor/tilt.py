@@ -19,6 +19,7 @@ TILT_MARKS: Ints = MARKS[1 : 1 + TILTED_BUCKETS]
 Tilts = npt.NDArray[np.float32]
 """Shape (TILTED_BUCKETS, NUM_PROGRESS + 1): weights and, last, the offset."""
 MAX_TILT = 1.0
+MAX_WEIGHT = 1e4
 MEMORY = 1500.0
 """Answers over which the regression fades."""
 RIDGE = 50.0
@@ -89,7 +90,8 @@ class TiltLearner:
             count = self._moments[index, -1, -1]
             if count < MIN_CASES:
                 continue
-            self._candidates[index] = self._solved(index, count)
+            solved = self._solved(index, count)
+            self._candidates[index] = np.clip(solved, -MAX_WEIGHT, MAX_WEIGHT)
             count, plain, tilted = self._losses[index]
             is_better = count >= MIN_CASES and tilted < (1.0 - MIN_GAIN) * plain
             self.tilts[index] = self._candidates[index] if is_better else 0.0

@@ -53,4 +53,6 @@ class WordScores:
             raise ValueError("the word scores have another shape")
         if not (np.isfinite(weights).all() and np.isfinite(squares).all() and squares.min() > 0):
             raise ValueError("the word scores are not numbers")
+        if np.abs(weights).max() > MAX_WEIGHT:
+            raise ValueError("the word scores are out of range")
         self._weights, self._squares = weights, squares

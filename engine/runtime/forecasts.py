@@ -21,6 +21,11 @@ from scheduler.frame import FrameManager
 REFINE_EVERY_TOKENS = 50
 """As in the paper; and once an answer has outlived all but the last of its points."""
 LAST_POINTS = 4
+REFINEMENTS_PER_PASS = 32
+"""Refinements, looks at what was generated included, between two steps: what is left over is
+done after the next one. Requests that began together pass their marks together."""
+MIN_OPEN_TOKENS = 8
+"""Of an answer with a lower limit there is nothing to forecast, and nothing to learn."""
 
 
 class _Live:
@@ -57,6 +62,8 @@ class Forecasts:
         self.is_used = True
         """Whether the frame manager is told; the predictor learns in any case."""
         self.num_forecasts = 0
+        self.num_unusable = 0
+        self._budget = REFINEMENTS_PER_PASS
 
     def arrived(self, key: str, req: Req, terms: RequestTerms) -> None:
         """A request was queued for the first time."""
@@ -81,6 +88,7 @@ class Forecasts:
 
     def take(self, news: News) -> None:
         """Use what has come in: here, or from the rank that asks."""
+        self._budget = REFINEMENTS_PER_PASS
         if news.factors is not None:
             self._book.calibrate(news.factors, news.tilts)
         for key, points in news.forecasts:
@@ -95,7 +103,8 @@ class Forecasts:
     def progressed(self, key: str, generated_tokens: int) -> None:
         """So many tokens have been generated in all."""
         live = self._live.get(key)
-        if live is not None and generated_tokens >= live.refine_at:
+        is_due = live is not None and generated_tokens >= live.refine_at
+        if live is not None and is_due and self._budget > 0:
             self._refine(key, live, generated_tokens)
 
     def ended(self, key: str, req: Req) -> None:
@@ -117,11 +126,13 @@ class Forecasts:
             "is_alive": client is not None and client.is_alive(),
             "num_forecasts": self.num_forecasts,
             "num_refinements": self._book.num_refinements,
+            "num_unusable": self.num_unusable,
             "num_held": len(self._book),
             "channel": {} if client is None else client.counters(),
         }
 
     def _refine(self, key: str, live: _Live, generated_tokens: int) -> None:
+        self._budget -= 1
         self._look(key, live, generated_tokens)
         total = self._book.refine(key, generated_tokens)
         if total is None:
@@ -129,8 +140,13 @@ class Forecasts:
         next_mark = (generated_tokens // REFINE_EVERY_TOKENS + 1) * REFINE_EVERY_TOKENS
         last = float(total[-LAST_POINTS])
         live.refine_at = max(min(next_mark, last), generated_tokens + 1)
-        if self.is_used:
+        if not self.is_used:
+            return
+        try:
             self._frames.forecast(key, total)
+        except ValueError:
+            # Not a length: whatever the predictor meant, serving goes on.
+            self.num_unusable += 1
 
     def _look(self, key: str, live: _Live, generated_tokens: int) -> None:
         """Note what the answer looked like at each mark that it has passed."""
@@ -140,6 +156,7 @@ class Forecasts:
             mark = int(TILT_MARKS[len(live.progress)])
             if generated_tokens < mark:
                 return
+            self._budget -= 1
             row = progress_row(live.req.output_ids[:mark], self._classes)
             live.progress.append(row)
             self._book.saw(key, mark, row)
@@ -161,7 +178,8 @@ def connect(address: str, model: str, clock: Any) -> PredictorClient | None:
 def is_forecastable(req: Req) -> bool:
     """Whether its length is open and somebody's answer."""
     is_urgent = arrivals.is_refused(req) or arrivals.is_health_check(req)
-    return not is_urgent and not req.sampling_params.ignore_eos
+    is_open = arrivals.max_output_tokens(req) >= MIN_OPEN_TOKENS
+    return is_open and not is_urgent and not req.sampling_params.ignore_eos
 
 
 def is_cut(req: Req) -> bool:
@@ -177,7 +195,8 @@ def facts_of(req: Req, terms: RequestTerms) -> EngineFacts:
         input_tokens=len(req.origin_input_ids),
         max_output_tokens=arrivals.max_output_tokens(req),
         min_output_tokens=params.min_new_tokens,
-        temperature=params.temperature,
+        # SGLang has rewritten greedy sampling to the likeliest one of a temperature of 1.
+        temperature=0.0 if params.top_k == 1 else params.temperature,
         top_p=params.top_p,
         has_penalty=arrivals.has_penalty(params),
         has_stop=bool(params.stop_strs or params.stop_token_ids),

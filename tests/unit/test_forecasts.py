@@ -74,6 +74,7 @@ def req(rid: str = "a", *, custom: Any = None, **more: Any) -> Any:
         "min_new_tokens": 0,
         "temperature": 0.5,
         "top_p": 0.9,
+        "top_k": -1,
         "ignore_eos": False,
         "stop_strs": [],
         "stop_token_ids": None,
