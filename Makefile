@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-server fmt check lint bench clean
+.PHONY: help setup serve test test-fast test-process test-server fmt check lint bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -30,8 +30,11 @@ test: $(STAMP) ## run the whole test suite, the real server included
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest $(ARGS)
 
-test-fast: $(STAMP) ## the tests that need no server: seconds
+test-fast: $(STAMP) ## the tests that need no server and no other process: two minutes
 	$(BIN)/python -m pytest tests/unit tests/property tests/golden $(ARGS)
+
+test-process: $(STAMP) ## the tests with real processes behind real sockets: two minutes
+	$(BIN)/python -m pytest tests/process $(ARGS)
 
 test-server: $(STAMP) ## the tests on the real server: minutes
 	$(BIN)/python -m pytest tests/server $(ARGS)

@@ -251,14 +251,19 @@ def _print_accuracy(figures: dict[str, dict[str, float]]) -> None:
     )
     print(f"\nHeld-out answers: coverage of the bound, where it is below max_tokens ({cases})")
     print(_grid(figures, progress, "coverage"))
-    print("\nbound over true length at its start: P5, median, P95; pinball loss; Kendall's tau")
+    print("\nbound over true length, P5 / median / P95, by tokens generated; Kendall's tau at 0")
     rows = []
     for name, row in figures.items():
-        ratios = [row.get(f"ratio_{p}_0") for p in ("p5", "p50", "p95")]
-        rows.append((name, *ratios, row["pinball_0"], row.get("kendall_tau")))
-    print(report.table(("forecaster", "P5", "median", "P95", "pinball", "tau"), rows))
+        spans = [_span(row, g) for g in progress]
+        rows.append((name, *spans, row.get("kendall_tau")))
+    print(report.table(("forecaster", *(str(g) for g in progress), "tau"), rows))
     print("\npinball loss by tokens generated")
     print(_grid(figures, progress, "pinball"), flush=True)
+
+
+def _span(row: dict[str, float], g: int) -> str:
+    values = [row.get(f"ratio_{name}_{g}") for name in ("p5", "p50", "p95")]
+    return " / ".join("-" if value is None else f"{value:.2g}" for value in values)
 
 
 def _grid(figures: dict[str, dict[str, float]], progress: list[int], what: str) -> str:
