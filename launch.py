@@ -131,7 +131,8 @@ class Services:
             self._predictor = self._make_predictor(args, model)
         except (OSError, ValueError, RuntimeError) as error:
             _say(f"serving without the length predictor: {error}")
-            self.server_flags = ["--predictor", "off"]
+            # Behind what the user gave: an address of his own would not go with "off".
+            self.server_flags = ["--predictor", "off", "--predictor-address", ""]
             self._remove_folder()
 
     def tick(self) -> None:
@@ -177,7 +178,7 @@ class Services:
 def _socket_folder() -> Path:
     """A new folder with a path short enough for a socket. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix="jitserve-"))
-    if len(str(folder)) + len("/predictor") <= MAX_ADDRESS_BYTES:
+    if len(os.fsencode(folder)) + len("/predictor") <= MAX_ADDRESS_BYTES:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="jitserve-", dir="/tmp"))

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 HELLO_EVERY_S = 1.0
 """How often a client says that it is there: by then a new predictor has been noticed."""
 SILENT_AFTER_S = 5.0
+STATUS_EVERY_S = 0.05
 ASK_AGAIN_AFTER_S = 3.0
 MESSAGES_PER_POLL = 64
 """Most messages taken in by one call, and one with forecasts: the next call takes the next."""
@@ -333,11 +334,13 @@ class PredictorProbe:
 
     def status(self, timeout_s: float) -> Status | None:
         """Ask for the status and wait for it; for tests and tools, never in a frame."""
-        self._channel.send(AskStatus())
-        while self._channel.wait(timeout_s):
-            for message in self._channel.receive(1):
-                if isinstance(message, Status):
-                    return message
+        # Again and again: before the connection stands, what is sent is lost.
+        for _ in range(max(round(timeout_s / STATUS_EVERY_S), 1)):
+            self._channel.send(AskStatus())
+            if self._channel.wait(STATUS_EVERY_S):
+                for message in self._channel.receive(MESSAGES_PER_POLL):
+                    if isinstance(message, Status):
+                        return message
         return None
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ WINDOW_TOKENS = 50
 MAX_TOKENS_SEEN = 2048
 """Of a longer answer the last so many are looked at."""
 GRAM = 4
+MAX_PROGRESS = 100.0
+"""No feature is larger: shares, flags and logs."""
 
 NEWLINE, DIGIT, MARKER, FENCE, STOP, CLOSING = (1 << bit for bit in range(6))
 

@@ -4,7 +4,6 @@
 comes over the socket is decoded into known messages or dropped with a count.
 """
 
-import contextlib
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from predictor.distribution import Points
 from predictor.features import WORD_BUCKETS
 from predictor.forest import Forest
 from predictor.model import Asked, LengthModel, Request, TrainingData
-from predictor.progress import NUM_PROGRESS
+from predictor.progress import MAX_PROGRESS, NUM_PROGRESS
 from predictor.protocol import (
     MAX_ANSWERS,
     MAX_BATCH,
@@ -191,7 +190,15 @@ class PredictorServer:
             except ValueError:
                 self.counters["bad_endings"] += 1
                 return
-            self._model.learn(asked, ending.output_tokens, is_cut=ending.is_cut, progress=progress)
+            try:
+                self._model.learn(
+                    asked, ending.output_tokens, is_cut=ending.is_cut, progress=progress
+                )
+            except (ValueError, ArithmeticError) as error:
+                # One answer that cannot be learnt from must not end the process.
+                self.counters["failed_learning"] += 1
+                logger.warning("learning_failed error=%r", error)
+                return
             self.counters["cut_endings" if ending.is_cut else "endings"] += 1
 
     # Work beside the messages.
@@ -229,17 +236,19 @@ class PredictorServer:
             return
         try:
             self._store.save(state.encode(self._model))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("checkpoint_failed error=%r: the one before stays", error)
 
     @staticmethod
     def _is_saved(saving: "Job[object]", limit_s: float) -> bool:
         if not saving.wait(limit_s):
             return False
-        with contextlib.suppress(OSError):
+        try:
             saving.result()
-            return True
-        return False
+        except Exception as error:
+            logger.warning("checkpoint_failed error=%r", error)
+            return False
+        return True
 
     def _tend_forest(self, now_s: float) -> None:
         if self._fitting is not None:
@@ -312,7 +321,10 @@ def _progress_of(ending: Ending) -> Points:
     if len(ending.progress) > TILTED_BUCKETS:
         raise ValueError("too much progress")
     rows = [floats_of(row, NUM_PROGRESS) for row in ending.progress]
-    return np.array(rows, dtype=np.float32).reshape(-1, NUM_PROGRESS)
+    progress = np.array(rows, dtype=np.float32).reshape(-1, NUM_PROGRESS)
+    if (np.abs(progress) > MAX_PROGRESS).any():
+        raise ValueError("progress is out of range")
+    return progress
 
 
 def restored_model(

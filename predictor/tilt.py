@@ -104,7 +104,10 @@ class TiltLearner:
         deviation = np.sqrt(np.maximum(np.diag(covariance), 1e-6))
         scaled = covariance / np.outer(deviation, deviation)
         target = (products[:-1] - mean * products[-1]) / deviation
-        weights = np.linalg.solve(scaled + np.eye(NUM_PROGRESS) * RIDGE / count, target)
+        try:
+            weights = np.linalg.solve(scaled + np.eye(NUM_PROGRESS) * RIDGE / count, target)
+        except np.linalg.LinAlgError:
+            return np.zeros(NUM_PROGRESS + 1)
         weights = weights / deviation
         return np.append(weights, -float(weights @ mean))
 

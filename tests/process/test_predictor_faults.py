@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,14 +12,18 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import psutil
 import pytest
 from predictor_child import PAUSE_S, Child, Serving, command, status_of, wait_until
 
 from core import service as service_module
+from core.checkpoint import unpack
 from core.clock import ManualClock
 from core.service import SILENCE_LIMIT_S, SupervisedService
 from predictor.client import PredictorProbe
+from predictor.state import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,10 +41,20 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def learnt_on_disk(child: Child) -> int:
+    """Answers that the newest checkpoint has learnt from; 0 where there is none."""
+    # It may be taken away for a newer one while it is read.
+    with contextlib.suppress(FileNotFoundError, IndexError):
+        data = (child.state / child.checkpoints()[-1]).read_bytes()
+        state = msgspec.msgpack.decode(unpack(data, FORMAT_VERSION))
+        dtype, _, packed = state["model"]["reservoir.num_added"]
+        return int(np.frombuffer(packed, dtype=dtype)[0])
+    return 0
+
+
 def saved(child: Child, learnt: int) -> bool:
     """Whether so much has been learnt and is on the disk."""
-    counters = child.status().counters
-    return counters["learnt"] >= learnt and counters.get("checkpoints", 0) > 0
+    return learnt_on_disk(child) >= learnt
 
 
 # Killed -------------------------------------------------------------------------------------------
@@ -53,9 +68,8 @@ def test_killed_and_started_again_it_knows_what_it_knew_and_open_requests_are_fo
     serving = serve(child.address)
     serving.teach(f"t{n}" for n in range(100))
     wait_until(lambda: child.counter("learnt") == 100)
-    before = child.counter("checkpoints")
     serving.teach(["last"])
-    wait_until(lambda: child.counter("learnt") == 101 and child.counter("checkpoints") > before)
+    wait_until(lambda: child.counter("learnt") == 101 and saved(child, 101))
     names = [f"open{n}" for n in range(50)]
     serving.forecast(names)
     session = child.status().session
@@ -111,10 +125,15 @@ def test_asked_to_end_while_it_still_starts_it_ends(make_child: Callable[..., Ch
     assert child.checkpoints() == []
 
 
-def test_it_ends_when_the_process_that_it_belongs_to_is_gone(
+def test_it_ends_when_the_process_that_it_belongs_to_is_gone_and_takes_its_folder_away(
     make_child: Callable[..., Child],
 ) -> None:
     child = make_child()
+    owned = child.folder / "owned"
+    owned.mkdir()
+    (owned / "something").write_bytes(b"")
+    child.address = f"ipc://{owned}/s"
+    child.options += ["--owned-folder", str(owned)]
     code = (
         "import os, subprocess, sys, time\n"
         "p = subprocess.Popen([*sys.argv[1:], '--parent', str(os.getpid())])\n"
@@ -134,12 +153,58 @@ def test_it_ends_when_the_process_that_it_belongs_to_is_gone(
         parent.kill()
         parent.wait()
         wait_until(lambda: is_gone(pid))
+        assert not owned.exists()
+        assert child.state.exists()
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
         if not is_gone(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_it_leaves_the_folder_to_the_process_that_it_belongs_to_while_that_lives(
+    make_child: Callable[..., Child],
+) -> None:
+    child = make_child()
+    owned = child.folder / "owned"
+    owned.mkdir()
+    child.start_and_wait("--owned-folder", str(owned), "--parent", str(os.getpid()))
+    assert child.end(signal.SIGTERM) == 0
+    assert owned.exists()
+
+
+def test_where_another_one_answers_it_is_one_clear_line_and_a_failure(
+    make_child: Callable[..., Child], serve: Callable[[str], Serving]
+) -> None:
+    first = make_child()
+    first.start_and_wait()
+    serving = serve(first.address)
+    serving.forecast(["before"])
+    session = first.status().session
+    for _ in range(2):
+        result = subprocess.run(
+            command(first.address), capture_output=True, text=True, check=False, timeout=30
+        )
+        assert result.returncode == 1
+        assert first.address in result.stderr
+        assert sum(" ERROR " in line for line in result.stderr.splitlines()) == 1
+        assert "Traceback" not in result.stderr
+    # And the first one serves as if nothing had been.
+    assert first.status().session == session
+    serving.forecast(["after"])
+    assert len(serving.points["before"]) == 1
+
+
+def test_the_socket_that_a_killed_one_left_behind_is_taken_over(
+    make_child: Callable[..., Child],
+) -> None:
+    child = make_child()
+    child.start_and_wait()
+    child.end(signal.SIGKILL)
+    assert (child.folder / "s").exists()
+    child.start_and_wait()
+    assert child.warnings() == []
 
 
 @pytest.mark.parametrize(
@@ -240,6 +305,23 @@ def test_a_second_one_reads_the_state_of_the_first_and_writes_nothing(
     assert second.end(signal.SIGTERM) == 0
     assert {path.name: path.read_bytes() for path in owner.state.iterdir()} == before
     assert owner.counter("learnt") == 70
+
+
+def test_once_the_first_has_ended_the_second_keeps_the_state(
+    make_child: Callable[..., Child], serve: Callable[[str], Serving]
+) -> None:
+    owner, second = make_child(*RARELY), make_child(*OFTEN)
+    second.state = owner.state
+    second.options = ["--state-dir", str(owner.state), *OFTEN]
+    owner.start_and_wait()
+    second.start_and_wait()
+    assert owner.end(signal.SIGTERM) == 0
+    serving = serve(second.address)
+    serving.teach(f"t{n}" for n in range(20))
+    wait_until(lambda: saved(second, 20))
+    assert second.end(signal.SIGTERM) == 0
+    owner.start_and_wait()
+    assert owner.counter("learnt") == 20
 
 
 def test_without_a_folder_to_write_to_it_serves_all_the_same(

@@ -113,11 +113,38 @@ def test_what_was_learnt_shows_and_a_forest_is_fitted(shared: Child, serving: Se
 
 
 def test_an_answer_that_was_cut_is_counted_apart(shared: Child, serving: Serving) -> None:
-    before = shared.counter("cut_endings")
+    # What other tests have forgotten counts as cut, too.
+    wait_until(lambda: shared.counter("backlog") == 0)
+    before, ended = shared.counter("cut_endings"), shared.counter("endings")
     serving.forecast(["cut"])
     serving.client.ended("cut", 64, is_cut=True)
     serving.poll()
     wait_until(lambda: shared.counter("cut_endings") == before + 1)
+    assert shared.counter("endings") == ended
+
+
+STRANGE = ["", "\ud800", "\x00", "é" * 5000]
+
+
+def test_requests_of_any_ids_are_forecast_and_learnt(shared: Child, serving: Serving) -> None:
+    wait_until(lambda: shared.counter("backlog") == 0)
+    before = shared.counter("learnt")
+    serving.teach(STRANGE, tokens=150)
+    assert all(serving.points[name][0].shape == (NUM_POINTS,) for name in STRANGE)
+    wait_until(lambda: shared.counter("learnt") == before + len(STRANGE))
+    assert serving.client.counters()["open"] == 0
+
+
+def test_an_id_that_is_used_again_is_another_request(shared: Child, serving: Serving) -> None:
+    wait_until(lambda: shared.counter("backlog") == 0)
+    before, pending = shared.counter("learnt"), shared.counter("pending")
+    for _ in range(50):
+        serving.points.clear()
+        serving.forecast(["same"])
+    serving.client.ended("same", 150, is_cut=False)
+    serving.poll()
+    wait_until(lambda: shared.counter("pending") == pending)
+    assert shared.counter("learnt") == before + 1
 
 
 def test_the_status_tells_the_coverage(shared: Child) -> None:
@@ -204,7 +231,7 @@ def test_a_flood_of_garbage_does_not_keep_others_from_being_answered(
     wait_until(lambda: shared.counter("wire_garbage") == before + 5000)
 
 
-@pytest.mark.parametrize("size", [MAX_FRAME_BYTES + 1, 4 * MAX_FRAME_BYTES])
+@pytest.mark.parametrize("size", [MAX_FRAME_BYTES + 1, 4 * MAX_FRAME_BYTES, 10 * MAX_FRAME_BYTES])
 def test_after_a_huge_message_all_are_answered_as_before(
     shared: Child, serving: Serving, stranger: Stranger, size: int
 ) -> None:

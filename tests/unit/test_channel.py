@@ -87,6 +87,17 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
     assert kind_of(frame + b"\x00" * MAX_FRAME_BYTES) == "size"
 
 
+def test_a_message_as_long_as_may_be_is_read() -> None:
+    def message(length: int) -> Ping:
+        return Ping(1, "x" * length)
+
+    room = MAX_FRAME_BYTES - (len(client_codec().encode(message(70_000))) - 70_000)
+    frame = client_codec().encode(message(room))
+    assert len(frame) == MAX_FRAME_BYTES == 2 << 20
+    assert service_codec().decode(frame) == message(room)
+    assert kind_of(client_codec().encode(message(room + 1))) == "size"
+
+
 def test_a_message_for_the_other_side_is_refused() -> None:
     assert kind_of(service_codec().encode(Pong(1))) == "garbage"
 
@@ -141,6 +152,9 @@ def test_a_codec_takes_three_bytes_and_a_version_of_one(magic: bytes, version: i
         "tcp://127.0.0.1:5555",
         "tcp://some.host:1",
         "tcp://10.0.0.1:65535",
+        "tcp://some_host-1:5555",
+        "tcp://[::1]:5555",
+        "tcp://[fe80::1%eth0]:5555",
     ],
 )
 def test_good_addresses_are_taken_as_they_are(address: str) -> None:
@@ -166,6 +180,19 @@ def test_good_addresses_are_taken_as_they_are(address: str) -> None:
         "tcp://host:-1",
         "tcp://host:5x",
         "tcp://host:٣",
+        "tcp://*:5555",
+        "tcp:// :5555",
+        "tcp://ho st:5555",
+        "tcp://host :5555",
+        "tcp://host\n:5555",
+        "tcp://höst:5555",
+        "tcp://a;b:5555",
+        "tcp://a@b:5555",
+        "tcp://a/b:5555",
+        "tcp://::1:5555",
+        "tcp://[::1]",
+        "tcp://[]:5555",
+        "tcp://[*]:5555",
         "TCP://host:1",
     ],
 )
@@ -393,6 +420,32 @@ def test_an_answer_to_a_peer_that_has_gone_is_lost_and_counted(
     assert router.counters["unsent"] == 1
 
 
+def test_a_peer_that_has_closed_is_noticed(
+    router: RouterChannel[Answers, Asks], address: str
+) -> None:
+    dealer: DealerChannel[Asks, Answers] = DealerChannel(address, client_codec())
+    send_surely(dealer, Ping(1))
+    ((peer, _),) = taken(router, 1)
+    assert router.send(peer, Pong(1))
+    dealer.close()
+    # Its end is noticed in a moment; until then answers still go into its queue.
+    while router.send(peer, Pong(2)):
+        router.wait(0.01)
+    assert router.counters["unsent"] == 1
+
+
+def test_a_message_that_cannot_be_written_is_lost_and_counted(
+    router: RouterChannel[Answers, Asks], dealers: Callable[[], DealerChannel[Asks, Answers]]
+) -> None:
+    dealer = dealers()
+    send_surely(dealer, Ping(1))
+    unsent = dealer.counters["unsent"]
+    assert not dealer.send(Ping(2, "\ud800"))
+    assert dealer.counters["unsent"] == unsent + 1
+    assert dealer.send(Ping(3))
+    assert [message for _, message in taken(router, 2)] == [Ping(1), Ping(3)]
+
+
 def test_garbage_and_other_versions_are_counted_and_the_rest_is_heard(
     router: RouterChannel[Answers, Asks], raw: zmq.Socket[bytes]
 ) -> None:
@@ -427,6 +480,26 @@ def test_a_huge_frame_is_dropped_and_its_sender_can_go_on(
     raw.send(good)
     assert read_all(router, until="received", count=2) == [Ping(5)]
     assert router.counters["size"] == 1
+
+
+def test_who_sends_something_far_longer_is_cut_off_before_it_is_here_and_may_come_back(
+    router: RouterChannel[Answers, Asks], raw: zmq.Socket[bytes]
+) -> None:
+    good = client_codec().encode(Ping(5))
+    raw.send(good)
+    assert read_all(router, until="received", count=1) == [Ping(5)]
+    monitor = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        raw.send(b"TST\x03" + b"\x00" * (5 * MAX_FRAME_BYTES))
+        assert monitor.poll(int(WAIT_S * 1000))
+    finally:
+        raw.disable_monitor()
+        monitor.close(0)
+    # What was sent into the broken connection may be lost.
+    while not router.wait(0.01):
+        raw.send(good)
+    assert read_all(router, until="received", count=2) != []
+    assert (router.counters["size"], router.counters["garbage"]) == (0, 0)
 
 
 def test_what_a_service_says_wrongly_is_counted_by_its_client(

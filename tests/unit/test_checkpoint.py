@@ -275,6 +275,33 @@ def test_a_folder_is_free_again_once_its_owner_has_closed_it(open_store: OpenSto
     assert open_store().is_owner
 
 
+def test_who_came_second_owns_the_folder_once_the_first_has_closed_it(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    first = open_store()
+    first.save(b"of the first")
+    second = open_store(keeps_others=True)
+    assert second.save(b"too early") is None
+    first.close()
+    path = second.save(b"of the second")
+    assert path is not None
+    assert second.is_owner
+    assert second.newest(text_of) == "of the second"
+    assert len(names(tmp_path)) == 2
+    # And nobody else owns it now.
+    third = open_store(keeps_others=True)
+    assert not third.is_owner
+    assert third.save(b"too late") is None
+
+
+def test_only_one_of_those_that_wait_becomes_the_owner(open_store: OpenStore) -> None:
+    first, *waiting = [open_store(keeps_others=True) for _ in range(4)]
+    first.close()
+    saved = [store.save(b"%d" % number) for number, store in enumerate(waiting)]
+    assert [path is not None for path in saved] == [True, False, False]
+    assert [store.is_owner for store in waiting] == [True, False, False]
+
+
 def test_a_save_that_fails_leaves_the_older_ones_and_no_litter(
     open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,3 +278,136 @@ def test_what_an_answer_looks_like_is_noted_at_each_mark_and_told_at_its_end(mod
 def test_a_tokenizer_without_a_vocabulary_is_no_trouble(module: Any) -> None:
     assert module.token_classes(None) is None
     assert module.token_classes(SimpleNamespace(get_vocab=lambda: {"a": 0})) is not None
+
+
+# Bursts -------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Many requests that were forecast together."""
+
+    def __init__(self, module: Any, count: int, classes: Any = None) -> None:
+        self.limit = module.REFINEMENTS_PER_PASS
+        self.frames, self.client = FrameManager(SchedulerConfig()), FakeClient()
+        self.forecasts = module.Forecasts(self.frames, self.client, classes)
+        self.reqs = {f"r{number}": req(f"r{number}") for number in range(count)}
+        for key, asked in self.reqs.items():
+            self.frames.arrive(key, TERMS, input_tokens=30, max_output_tokens=1000)
+            self.forecasts.arrived(key, asked, TERMS)
+        self.forecasts.take(News(tuple((key, ramp()) for key in self.reqs)))
+
+    def num_refinements(self) -> int:
+        count: int = self.forecasts.state()["num_refinements"]
+        return count
+
+    def passes(self, generated: int) -> int:
+        """Refinements of a pass after which all have so many tokens."""
+        before = self.num_refinements()
+        self.forecasts.take(News())
+        for key, asked in self.reqs.items():
+            asked.output_ids = [1] * generated
+            self.frames.progressed(key, generated)
+            self.forecasts.progressed(key, generated)
+        return self.num_refinements() - before
+
+    def is_refined(self, key: str, generated: int) -> bool:
+        request = self.frames.get(key)
+        assert request is not None
+        return float(self.frames.table.points[request.row].min()) >= generated
+
+
+def test_requests_that_pass_a_mark_together_are_refined_a_few_in_each_pass(module: Any) -> None:
+    crowd = Crowd(module, 100)
+    counts = [crowd.passes(generated) for generated in range(50, 56)]
+    assert counts == [crowd.limit] * (100 // crowd.limit) + [100 % crowd.limit, 0, 0]
+    assert all(crowd.is_refined(key, 50) for key in crowd.reqs)
+
+
+def test_without_another_step_nothing_more_is_refined(module: Any) -> None:
+    crowd = Crowd(module, 100)
+    assert crowd.passes(50) == crowd.limit
+    before = crowd.num_refinements()
+    for generated in (60, 100, 400):
+        for key in crowd.reqs:
+            crowd.forecasts.progressed(key, generated)
+    assert crowd.num_refinements() == before
+    crowd.forecasts.take(News())
+    crowd.forecasts.progressed("r99", 400)
+    assert crowd.num_refinements() == before + 1
+
+
+def test_looking_at_what_was_generated_counts_as_refining_does(module: Any) -> None:
+    crowd = Crowd(module, 100, np.zeros(8, dtype=np.uint8))
+    # Each look at a mark takes the place of a refinement.
+    assert crowd.passes(50) == crowd.limit // 2
+    for _ in range(6):
+        crowd.passes(60)
+    assert all(crowd.is_refined(key, 50) for key in crowd.reqs)
+    for key, asked in crowd.reqs.items():
+        crowd.forecasts.ended(key, asked)
+        assert len(crowd.client.progress) == 1
+
+
+def test_forecasts_that_have_come_are_used_however_many_they_are(module: Any) -> None:
+    # A scheduler takes in one message at a time, and these have waited long enough.
+    crowd = Crowd(module, 100)
+    assert crowd.num_refinements() == crowd.forecasts.state()["num_forecasts"] == 100
+
+
+# What nobody can forecast or use ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "is_asked"),
+    [(0, False), (1, False), ("below", False), ("least", True), (100, True), (None, True)],
+)
+def test_an_answer_of_a_few_tokens_at_most_is_not_asked_about(
+    module: Any, max_new_tokens: Any, *, is_asked: bool
+) -> None:
+    least = module.MIN_OPEN_TOKENS
+    limit = {"below": least - 1, "least": least}.get(max_new_tokens, max_new_tokens)
+    client = FakeClient()
+    forecasts = module.Forecasts(FrameManager(SchedulerConfig()), client)
+    asked = req(max_new_tokens=limit)
+    forecasts.arrived("a", asked, TERMS)
+    assert ("a" in client.asked) == is_asked
+    forecasts.progressed("a", 1)
+    forecasts.ended("a", asked)
+    assert (len(client.endings) == 1) == is_asked
+
+
+def test_greedy_sampling_is_told_as_no_temperature(module: Any) -> None:
+    assert module.facts_of(req(top_k=1, temperature=1.0), TERMS).temperature == 0
+    assert module.facts_of(req(top_k=2, temperature=1.0), TERMS).temperature == 1
+    assert module.facts_of(req(top_k=-1, temperature=0.5), TERMS).temperature == 0.5
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1e30], ids=["nan", "infinite", "negative"])
+def test_a_forecast_that_the_frame_manager_cannot_use_is_counted_and_harms_nothing(
+    world: World, wrong: float
+) -> None:
+    own = world.known_points()
+    world.hear(np.full(NUM_POINTS, wrong, dtype=np.float32))
+    for generated in range(1, 200):
+        world.generate(generated)
+    state = world.forecasts.state()
+    if wrong < 0:
+        # Longer than all its points: what is left is guessed, and is a length.
+        assert state["num_unusable"] == 0
+    else:
+        assert 0 < state["num_unusable"] < 10
+        assert world.known_points() == own
+    # A good one is used as if nothing had been.
+    unusable = state["num_unusable"]
+    world.hear(ramp())
+    assert min(world.known_points()) >= 199
+    assert max(world.known_points()) == pytest.approx(512, rel=0.03)
+    assert world.forecasts.state()["num_unusable"] == unusable
+
+
+def test_nothing_is_unusable_as_long_as_all_goes_well(world: World) -> None:
+    world.hear(ramp())
+    for generated in range(1, 600):
+        world.generate(generated)
+        world.forecasts.take(News())
+    assert world.forecasts.state()["num_unusable"] == 0

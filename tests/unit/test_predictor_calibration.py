@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from predictor.calibration import (
     MARKS,
     MAX_FACTOR,
+    MAX_SEEN,
     NUM_BUCKETS,
     Calibrator,
     bucket_of,
@@ -279,6 +280,8 @@ SCORES = Calibrator().state()["scores"]
         with_one("scores", 0.0),
         with_one("scores", -1.0),
         with_one("num_seen", -1),
+        with_one("num_seen", MAX_SEEN + 1),
+        with_one("num_seen", (1 << 63) - 1),
         with_one("shift", math.nan),
         with_one("shift", 1e9),
         with_one("shift", -1e9),
@@ -300,6 +303,15 @@ def test_a_state_that_cannot_be_is_refused(state: dict[str, np.ndarray]) -> None
     calibrator.learn(forecast(5, 1), 100, 0.9)
     calibrator.refresh()
     assert np.isfinite(calibrator.factors).all()
+
+
+def test_a_calibrator_that_has_seen_as_much_as_may_be_goes_on() -> None:
+    calibrator = Calibrator()
+    calibrator.restore(changed("num_seen", np.full(NUM_BUCKETS, MAX_SEEN)))
+    for _ in range(100):
+        calibrator.learn(forecast(5, 1), 100, 0.9)
+    assert np.isfinite(calibrator.factors).all()
+    assert 0 <= calibrator.coverage()[0] <= 1
 
 
 def test_the_levels_are_those_of_the_forecast() -> None:

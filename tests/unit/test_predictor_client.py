@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from core.channel import RouterChannel
 from core.clock import ManualClock
 from predictor import client as client_module
-from predictor.calibration import NUM_BUCKETS
+from predictor.book import LengthBook
+from predictor.calibration import MAX_FACTOR, NUM_BUCKETS
 from predictor.client import MAX_ENDINGS, NO_NEWS, News, PredictorClient, PredictorProbe
-from predictor.distribution import NUM_LEVELS, NUM_POINTS, points_of_sample
+from predictor.distribution import MAX_TOKENS, NUM_LEVELS, NUM_POINTS, points_of_sample
 from predictor.features import NO_CUES, NUM_FEATURES, EngineFacts, feature_row
 from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
@@ -42,7 +43,7 @@ from predictor.protocol import (
     name_hash,
     server_codec,
 )
-from predictor.tilt import no_tilts
+from predictor.tilt import MAX_WEIGHT, no_tilts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,16 +88,24 @@ class Wire:
 
 
 class Serving:
-    """A client with its clock and its wire."""
+    """A client with its clock and its wire; a test speaks of its requests by their ids."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
         self.client = PredictorClient("ipc:///nowhere", self.clock, model="m")
         self.wire = Wire.made[-1]
+        self.names: dict[str, str] = {}
+        """Ids by the numbers under which they are asked about on the wire."""
 
-    def ask(self, *names: str, **whose: Any) -> None:
+    def ask(self, *names: str, features: Any = ROW, **whose: Any) -> None:
         for name in names:
-            self.client.ask(name, ROW, **whose)
+            self.client.ask(name, features, **whose)
+            self.names[str(len(self.names) + 1)] = name
+
+    def number(self, name: str) -> str:
+        """Under which it was asked about last; a number of its own for what never was."""
+        found = [number for number, asked in self.names.items() if asked == name]
+        return found[-1] if found else "999999"
 
     def poll(self, *messages: FromPredictor) -> News:
         self.wire.inbox += messages
@@ -110,24 +119,32 @@ class Serving:
                 self.wire.inbox.append(says)
             self.client.poll()
 
+    def questions(self) -> list[Question]:
+        """What was asked since the last look at what was sent."""
+        return [q for m in self.wire.sent if isinstance(m, Ask) for q in m.questions]
+
     def asked(self) -> list[str]:
-        """Ids in questions since the last call."""
-        found = [q.request_id for m in self.wire.sent if isinstance(m, Ask) for q in m.questions]
+        """Ids of what was asked about since the last call."""
+        found = [self.names[question.request_id] for question in self.questions()]
         self.wire.sent.clear()
         return found
 
-    def endings(self) -> list[Ending]:
+    def endings(self) -> list[tuple[str, int, bool]]:
+        """Ids, tokens and whether it was cut, of what was told since the last call."""
         found = [e for m in self.wire.sent if isinstance(m, Ended) for e in m.endings]
         self.wire.sent.clear()
-        return found
+        return [(self.names[e.request_id], e.output_tokens, e.is_cut) for e in found]
+
+    def forecast(self, *names: str, points: Any = POINTS) -> Forecasts:
+        return forecast(*map(self.number, names), points=points)
 
     def answer(self, *names: str) -> News:
-        return self.poll(forecast(*names))
+        return self.poll(self.forecast(*names))
 
 
-def forecast(*names: str, points: Any = POINTS) -> Forecasts:
+def forecast(*numbers: str, points: Any = POINTS) -> Forecasts:
     data = np.asarray(points).astype("<f4").tobytes()
-    return Forecasts(tuple(Forecast(name, data) for name in names))
+    return Forecasts(tuple(Forecast(number, data) for number in numbers))
 
 
 def update(version: int = 3, factors: Any = FACTORS, tilts: Any = None) -> CalibrationUpdate:
@@ -160,7 +177,7 @@ def test_a_question_goes_out_with_the_next_poll(serving: Serving) -> None:
 
 
 def test_a_question_is_numbers_and_hashes(serving: Serving) -> None:
-    serving.client.ask("r", ROW, tenant="acme", node="planner", words=[5, 7])
+    serving.ask("r", tenant="acme", node="planner", words=[5, 7])
     serving.poll()
     (sent,) = [m for m in serving.wire.sent if isinstance(m, Ask)]
     (question,) = sent.questions
@@ -175,15 +192,15 @@ def test_a_question_is_numbers_and_hashes(serving: Serving) -> None:
 def test_without_a_tenant_or_a_node_none_is_named(serving: Serving) -> None:
     serving.ask("r")
     serving.poll()
-    (question,) = [q for m in serving.wire.sent if isinstance(m, Ask) for q in m.questions]
+    (question,) = serving.questions()
     assert (question.tenant, question.node) == (0, 0)
 
 
 def test_the_same_node_of_two_tenants_is_two_nodes(serving: Serving) -> None:
     for name, tenant in (("r", "a"), ("s", "b")):
-        serving.client.ask(name, ROW, tenant=tenant, node="n")
+        serving.ask(name, tenant=tenant, node="n")
     serving.poll()
-    first, second = [q for m in serving.wire.sent if isinstance(m, Ask) for q in m.questions]
+    first, second = serving.questions()
     assert first.node != second.node
     assert first.tenant != second.tenant
 
@@ -207,39 +224,68 @@ def test_a_request_that_has_ended_before_it_was_asked_about_is_not_asked_about(
     assert serving.asked() == ["t"]
 
 
-def test_an_id_that_is_too_long_is_never_asked_about(serving: Serving) -> None:
-    longest = "x" * MAX_ID_CHARS
-    serving.ask(longest, longest + "x")
+def test_no_id_of_a_sender_goes_over_the_wire(serving: Serving) -> None:
+    serving.ask("secret-name-of-theirs", "x" * 10_000, "r")
     serving.poll()
-    assert serving.asked() == [longest]
-    serving.client.ended(longest + "x", 5, is_cut=False)
-    serving.client.forget(longest + "x")
-    serving.poll()
+    numbers = [question.request_id for question in serving.questions()]
+    assert numbers == ["1", "2", "3"]
+    for message in serving.wire.sent:
+        assert b"secret" not in serving.wire.codec.encode(message)
+        assert b"xxx" not in serving.wire.codec.encode(message)
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\udfffb", "", "\x00", "é" * MAX_ID_CHARS])
-def test_any_id_is_no_error_and_holds_up_no_other(serving: Serving, name: str) -> None:
-    serving.client.ask(name, ROW, tenant=name, node=name)
+def test_numbers_are_never_used_twice(serving: Serving) -> None:
+    seen: list[str] = []
+    for _ in range(50):
+        serving.ask("r", "s")
+        serving.poll()
+        seen += [question.request_id for question in serving.questions()]
+        serving.wire.sent.clear()
+        serving.client.ended("r", 5, is_cut=False)
+    assert len(set(seen)) == len(seen) == 100
+
+
+STRANGE = ["\ud800", "a\udfffb", "", "\x00", "é" * MAX_ID_CHARS, "x" * (MAX_ID_CHARS + 1), "1", "2"]
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=ascii)
+def test_any_id_is_asked_about_and_learnt_from_and_holds_up_no_other(
+    serving: Serving, name: str
+) -> None:
     serving.ask("r")
+    serving.ask(name, tenant=name, node=name)
     serving.poll()
-    serving.poll()
-    assert "r" in serving.asked()
-    serving.answer("r")
+    assert [len(question.request_id) for question in serving.questions()] == [1, 1]
+    assert serving.asked() == ["r", name]
+    news = serving.answer("r", name)
+    assert ids(news) == ["r", name]
+    assert news.forecasts[1][1].tolist() == POINTS.tolist()
     serving.client.ended(name, 5, is_cut=False)
-    serving.client.ended("r", 5, is_cut=False)
+    serving.client.ended("r", 6, is_cut=False)
     serving.poll()
-    assert [ending.request_id for ending in serving.endings()] == ["r"]
+    assert serving.endings() == [(name, 5, False), ("r", 6, False)]
+    assert serving.client.counters()["open"] == 0
+
+
+def test_a_lone_surrogate_in_an_id_never_makes_a_poll_raise(serving: Serving) -> None:
+    serving.poll(Ready(1))
+    for number in range(100):
+        serving.ask(f"\ud800{number}", f"r{number}")
+        serving.pass_time(0.2, says=Ready(1 + number // 20))
+        serving.client.ended(f"\ud800{number}", 5, is_cut=False)
+    serving.pass_time(5, says=Ready(9))
+    assert {f"r{number}" for number in range(100)} <= set(serving.asked())
+    assert serving.wire.counters["unsent"] == 0
 
 
 def test_features_of_any_layout_are_sent_as_they_are(serving: Serving) -> None:
-    serving.client.ask("r", np.repeat(ROW, 2)[::2])
-    serving.client.ask("s", ROW.astype(np.float64))  # type: ignore[arg-type]
+    serving.ask("r", features=np.repeat(ROW, 2)[::2])
+    serving.ask("s", features=ROW.astype(np.float64))
     serving.poll()
-    for message in serving.wire.sent:
-        if isinstance(message, Ask):
-            for question in message.questions:
-                assert features_of(question).shape == (NUM_FEATURES,)
-                assert features_of(question).tolist() == ROW.tolist()
+    assert len(serving.questions()) == 2
+    for question in serving.questions():
+        assert features_of(question).shape == (NUM_FEATURES,)
+        assert features_of(question).tolist() == ROW.tolist()
 
 
 def test_it_says_hello_now_and_then(serving: Serving) -> None:
@@ -281,18 +327,68 @@ def test_forecasts_of_unknown_requests_are_ignored(serving: Serving) -> None:
         np.append(POINTS[:-1], math.inf),
         np.append(-1.0, POINTS[1:]),
         np.where(np.arange(NUM_POINTS) == 300, 0, POINTS),
+        np.append(POINTS[:-1], 1.1 * MAX_TOKENS),
+        np.full(NUM_POINTS, 3e38),
     ],
-    ids=["none", "one", "few", "many", "falling", "nan", "infinite", "negative", "dent"],
+    ids=[
+        "none",
+        "one",
+        "few",
+        "many",
+        "falling",
+        "nan",
+        "infinite",
+        "negative",
+        "dent",
+        "beyond",
+        "far-beyond",
+    ],
 )
 def test_points_that_make_no_sense_are_counted_and_not_used(serving: Serving, points: Any) -> None:
     serving.ask("r", "s")
     serving.poll()
-    news = serving.poll(forecast("r", points=points), forecast("s"))
-    assert ids(news) == ["s"]
+    assert serving.poll(serving.forecast("r", points=points)) == NO_NEWS
+    assert ids(serving.answer("s")) == ["s"]
     assert serving.client.num_bad == serving.client.counters()["bad"] == 1
     # It counts as unanswered, and a good answer is taken.
     assert serving.client.counters()["unanswered"] == 1
     assert ids(serving.answer("r")) == ["r"]
+
+
+def test_one_bad_forecast_spoils_no_other_in_its_message(serving: Serving) -> None:
+    serving.ask("r", "s", "t")
+    serving.poll()
+    good, bad = (np.asarray(p).astype("<f4").tobytes() for p in (POINTS, POINTS[::-1]))
+    mixed = (Forecast("1", good), Forecast("2", bad), Forecast("3", good))
+    assert ids(serving.poll(Forecasts(mixed))) == ["r", "t"]
+    assert serving.client.num_bad == 1
+
+
+def test_the_longest_points_that_there_are_are_taken(serving: Serving) -> None:
+    serving.ask("r")
+    serving.poll()
+    longest = np.append(POINTS[:-1], MAX_TOKENS)
+    assert ids(serving.poll(serving.forecast("r", points=longest))) == ["r"]
+
+
+def test_what_is_beyond_all_measure_never_reaches_the_book(serving: Serving) -> None:
+    serving.ask("r")
+    serving.poll()
+    book = LengthBook()
+    for message in (
+        serving.forecast("r", points=np.full(NUM_POINTS, 3e38)),
+        serving.forecast("r", points=np.linspace(1, 3e38, NUM_POINTS)),
+        update(5, FACTORS * 0 + np.float32(1e38)),
+        update(6, FACTORS * 0 + np.float32(1e-38)),
+        update(7, tilts=no_tilts() + np.float32(1e38)),
+    ):
+        assert serving.poll(message) == NO_NEWS
+    for name, points in serving.answer("r").forecasts:
+        book.enter(name, points)
+    total = book.refine("r", 100)
+    assert total is not None
+    assert np.isfinite(total).all()
+    assert serving.client.num_bad == 5
 
 
 def test_a_calibration_is_news_and_its_version_is_told(serving: Serving) -> None:
@@ -322,8 +418,23 @@ def test_of_two_calibrations_the_last_counts(serving: Serving) -> None:
         -FACTORS,
         np.where(FACTORS > 0, math.nan, 1),
         np.where(np.eye(NUM_BUCKETS, NUM_LEVELS) > 0, math.inf, FACTORS),
+        np.where(np.eye(NUM_BUCKETS, NUM_LEVELS) > 0, 1.1 * MAX_FACTOR, FACTORS),
+        np.where(np.eye(NUM_BUCKETS, NUM_LEVELS) > 0, 0.9 / MAX_FACTOR, FACTORS),
+        np.full_like(FACTORS, 1e38),
+        np.full_like(FACTORS, 1e-38),
     ],
-    ids=["none", "few", "zero", "negative", "nan", "infinite"],
+    ids=[
+        "none",
+        "few",
+        "zero",
+        "negative",
+        "nan",
+        "infinite",
+        "one-too-high",
+        "one-too-low",
+        "huge",
+        "tiny",
+    ],
 )
 def test_factors_that_make_no_sense_are_counted_and_not_used(
     serving: Serving, factors: Any
@@ -336,6 +447,13 @@ def test_factors_that_make_no_sense_are_counted_and_not_used(
     assert ask.calibration_version != 5
 
 
+@pytest.mark.parametrize("value", [MAX_FACTOR, 1 / MAX_FACTOR])
+def test_the_outermost_factors_are_taken(serving: Serving, value: float) -> None:
+    news = serving.poll(update(5, np.full_like(FACTORS, value)))
+    assert news.factors is not None
+    assert serving.client.num_bad == 0
+
+
 def test_tilts_come_with_the_factors(serving: Serving) -> None:
     news = serving.poll(update(5, tilts=no_tilts() + 0.25))
     assert news.tilts is not None
@@ -343,7 +461,24 @@ def test_tilts_come_with_the_factors(serving: Serving) -> None:
     assert (news.tilts == 0.25).all()
 
 
-@pytest.mark.parametrize("tilts", [[], no_tilts()[:-1], no_tilts() + math.nan])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_outermost_tilts_are_taken(serving: Serving, sign: int) -> None:
+    assert serving.poll(update(5, tilts=no_tilts() + sign * MAX_WEIGHT)).tilts is not None
+    assert serving.client.num_bad == 0
+
+
+@pytest.mark.parametrize(
+    "tilts",
+    [
+        [],
+        no_tilts()[:-1],
+        no_tilts() + math.nan,
+        no_tilts() + 1.1 * MAX_WEIGHT,
+        no_tilts() - 1.1 * MAX_WEIGHT,
+        no_tilts() + 1e38,
+    ],
+    ids=["none", "few", "nan", "high", "low", "huge"],
+)
 def test_tilts_that_make_no_sense_are_counted_and_not_used(serving: Serving, tilts: Any) -> None:
     news = serving.poll(update(5, tilts=tilts))
     assert news.factors is None
@@ -351,17 +486,43 @@ def test_tilts_that_make_no_sense_are_counted_and_not_used(serving: Serving, til
     assert serving.client.num_bad == 1
 
 
-def test_only_so_many_messages_are_taken_in_by_one_poll(serving: Serving) -> None:
-    names = [f"r{n}" for n in range(500)]
+def test_one_poll_takes_in_one_message_with_forecasts_and_the_next_the_next(
+    serving: Serving,
+) -> None:
+    names = [f"r{n}" for n in range(50)]
     serving.ask(*names)
     serving.poll()
-    serving.wire.inbox += [forecast(name) for name in names]
-    first = ids(serving.client.poll())
-    assert 0 < len(first) < 500
-    found = list(first)
-    while serving.wire.inbox:
-        found += ids(serving.client.poll())
-    assert found == names
+    serving.wire.inbox += [serving.forecast(name) for name in names]
+    found = []
+    for left in reversed(range(50)):
+        found.append(ids(serving.client.poll()))
+        assert len(serving.wire.inbox) == left
+    assert found == [[name] for name in names]
+    assert serving.client.poll() == NO_NEWS
+
+
+def test_what_comes_before_a_message_with_forecasts_is_taken_in_with_it(serving: Serving) -> None:
+    serving.ask("r", "s")
+    serving.poll()
+    news = serving.poll(
+        Ready(1), update(1), serving.forecast("r"), update(2, FACTORS * 2), serving.forecast("s")
+    )
+    assert ids(news) == ["r"]
+    assert news.factors is not None
+    assert (news.factors == 1.5).all()
+    news = serving.poll()
+    assert ids(news) == ["s"]
+    assert news.factors is not None
+    assert (news.factors == 3).all()
+
+
+def test_only_so_many_messages_are_taken_in_by_one_poll(serving: Serving) -> None:
+    serving.wire.inbox += [update(number) for number in range(500)]
+    serving.client.poll()
+    assert 0 < len(serving.wire.inbox) < 500
+    for _ in range(500):
+        serving.client.poll()
+    assert serving.wire.inbox == []
 
 
 def test_a_status_that_nobody_asked_for_is_no_trouble(serving: Serving) -> None:
@@ -426,7 +587,7 @@ def test_a_new_predictor_is_asked_about_all_that_is_open(serving: Serving) -> No
     assert sorted(ids(serving.answer("answered", "waiting"))) == ["answered", "waiting"]
     serving.client.ended("answered", 5, is_cut=False)
     serving.poll()
-    assert serving.endings() == [Ending("answered", 5, is_cut=False)]
+    assert serving.endings() == [("answered", 5, False)]
 
 
 def test_the_same_predictor_saying_hello_again_is_not_asked_again(serving: Serving) -> None:
@@ -476,7 +637,7 @@ def test_the_end_of_a_forecast_request_is_told(serving: Serving, is_cut: bool) -
     answered(serving, "r")
     serving.client.ended("r", 42, is_cut=is_cut)
     serving.poll()
-    assert serving.endings() == [Ending("r", 42, is_cut=is_cut)]
+    assert serving.endings() == [("r", 42, is_cut)]
     assert serving.client.counters()["open"] == 0
 
 
@@ -485,7 +646,7 @@ def test_what_an_answer_looked_like_on_its_way_is_told_with_its_end(serving: Ser
     progress = [np.full(NUM_PROGRESS, value, dtype=np.float32) for value in (0.5, 0.75)]
     serving.client.ended("r", 120, is_cut=False, progress=progress)
     serving.poll()
-    (ending,) = serving.endings()
+    (ending,) = [e for m in serving.wire.sent if isinstance(m, Ended) for e in m.endings]
     rows = [floats_of(row, NUM_PROGRESS).tolist() for row in ending.progress]
     assert rows == [row.tolist() for row in progress]
 
@@ -498,21 +659,85 @@ def test_an_end_is_told_once(serving: Serving) -> None:
     assert len(serving.endings()) == 1
 
 
-def test_the_end_of_what_was_never_forecast_is_not_told(serving: Serving) -> None:
+def test_the_end_of_what_was_asked_is_told_though_no_answer_has_come(serving: Serving) -> None:
+    # The predictor may have it on its list, and its forecast on the way.
     serving.ask("r")
     serving.poll()
     serving.client.ended("r", 42, is_cut=False)
-    serving.client.ended("unknown", 42, is_cut=False)
     serving.poll()
-    assert serving.endings() == []
+    assert serving.endings() == [("r", 42, False)]
+    assert serving.answer("r") == NO_NEWS
 
 
-def test_what_is_forgotten_teaches_nothing(serving: Serving) -> None:
-    answered(serving, "r")
-    serving.client.forget("r")
+def test_the_end_of_what_was_never_asked_is_not_told(serving: Serving) -> None:
+    serving.wire.is_there = False
+    serving.ask("r", "s")
+    serving.poll()
+    serving.client.ended("r", 42, is_cut=False)
+    serving.client.forget("s")
+    serving.client.ended("unknown", 42, is_cut=False)
+    serving.client.forget("unknown")
+    serving.wire.is_there = True
     serving.poll()
     assert serving.endings() == []
     assert serving.client.counters()["open"] == 0
+
+
+def test_what_is_forgotten_is_told_as_cut_before_its_first_token(serving: Serving) -> None:
+    # Of which the predictor learns nothing but that it need not remember it.
+    answered(serving, "r")
+    serving.client.forget("r")
+    serving.poll()
+    assert serving.endings() == [("r", 0, True)]
+    assert serving.client.counters()["open"] == 0
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_an_id_that_is_asked_again_while_open_is_a_new_request(
+    serving: Serving, is_answered: bool
+) -> None:
+    serving.ask("r")
+    serving.poll()
+    if is_answered:
+        serving.answer("r")
+    serving.wire.sent.clear()
+    serving.ask("r")
+    serving.poll()
+    told = [e for m in serving.wire.sent if isinstance(m, Ended) for e in m.endings]
+    assert told == [Ending("1", 0, is_cut=True)]
+    assert [question.request_id for question in serving.questions()] == ["2"]
+    serving.wire.sent.clear()
+    # The forecast of the one before is nobody's, and its length is not taken for the new one's.
+    assert serving.poll(forecast("1")) == NO_NEWS
+    assert ids(serving.poll(forecast("2"))) == ["r"]
+    serving.client.ended("r", 42, is_cut=False)
+    serving.poll()
+    told = [e for m in serving.wire.sent if isinstance(m, Ended) for e in m.endings]
+    assert told == [Ending("2", 42, is_cut=False)]
+    assert serving.client.counters()["open"] == 0
+
+
+def test_an_id_that_is_used_again_after_its_end_is_a_new_request(serving: Serving) -> None:
+    answered(serving, "r")
+    serving.client.ended("r", 10, is_cut=False)
+    serving.ask("r")
+    serving.poll()
+    assert [question.request_id for question in serving.questions()] == ["2"]
+    assert serving.poll(forecast("1")) == NO_NEWS
+    assert ids(serving.poll(forecast("2"))) == ["r"]
+    serving.client.ended("r", 20, is_cut=False)
+    serving.poll()
+    told = [e for m in serving.wire.sent if isinstance(m, Ended) for e in m.endings]
+    assert told == [Ending("1", 10, is_cut=False), Ending("2", 20, is_cut=False)]
+
+
+def test_asked_again_before_the_first_was_sent_only_the_new_one_is_asked_about(
+    serving: Serving,
+) -> None:
+    serving.ask("r", "r", "r")
+    serving.poll()
+    assert [question.request_id for question in serving.questions()] == ["3"]
+    assert serving.endings() == []
 
 
 def test_ends_are_kept_while_nobody_is_there(serving: Serving) -> None:
@@ -522,7 +747,7 @@ def test_ends_are_kept_while_nobody_is_there(serving: Serving) -> None:
     serving.pass_time(3)
     serving.wire.is_there = True
     serving.poll()
-    assert serving.endings() == [Ending("r", 42, is_cut=False)]
+    assert serving.endings() == [("r", 42, False)]
 
 
 def test_only_so_many_ends_are_kept_and_the_newest_of_them(serving: Serving) -> None:
@@ -536,7 +761,7 @@ def test_only_so_many_ends_are_kept_and_the_newest_of_them(serving: Serving) -> 
     serving.poll()
     told = serving.endings()
     assert len(told) == MAX_ENDINGS
-    assert told[-1].request_id == names[-1]
+    assert [name for name, _, _ in told] == names[-MAX_ENDINGS:]
 
 
 def test_ends_go_out_in_batches(serving: Serving) -> None:
@@ -640,6 +865,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("ended"), NAMES),
     st.tuples(st.just("forget"), NAMES),
     st.tuples(st.just("forecast"), NAMES),
+    st.tuples(st.just("stale"), NAMES),
     st.tuples(st.just("nonsense"), NAMES),
     st.tuples(st.just("ready"), st.integers(1, 3)),
     st.tuples(st.just("calibration"), st.integers(0, 3)),
@@ -669,8 +895,13 @@ def test_in_any_order_nothing_raises_and_the_account_is_right(
                 is_open.discard(value)
             case "forecast":
                 assert set(ids(serving.answer(value))) <= is_open
+            case "stale":
+                number = serving.number(value)
+                old = [n for n, name in serving.names.items() if name == value and n != number]
+                assert serving.poll(forecast(*old)) == NO_NEWS
             case "nonsense":
-                assert serving.poll(forecast(value, points=POINTS[::-1])).forecasts == ()
+                nonsense = serving.forecast(value, points=POINTS[::-1])
+                assert serving.poll(nonsense).forecasts == ()
             case "ready":
                 serving.poll(Ready(value))
             case "calibration":
@@ -681,12 +912,16 @@ def test_in_any_order_nothing_raises_and_the_account_is_right(
                 serving.clock.advance(value)
         serving.client.poll()
         assert serving.client.counters()["open"] == len(is_open)
-        assert set(serving.asked()) <= is_open
+        current = {serving.number(name) for name in is_open}
+        assert {question.request_id for question in serving.questions()} <= current
+        serving.wire.sent.clear()
     # Whatever has happened: a predictor that is there is asked about all that is open.
     serving.wire.is_there = True
     serving.poll(Ready(99))
     serving.pass_time(3)
-    assert set(serving.asked()) == is_open
+    assert {question.request_id for question in serving.questions()} == {
+        serving.number(name) for name in is_open
+    }
 
 
 # The real socket ----------------------------------------------------------------------------------
@@ -740,8 +975,8 @@ def test_a_question_and_its_answer_go_over_the_real_socket(address: str) -> None
                     if isinstance(message, Ask):
                         questions += [(peer, question) for question in message.questions]
         peer, question = questions[0]
-        assert question.request_id == "r"
-        assert router.send(peer, forecast("r"))
+        assert question.request_id == "1"
+        assert router.send(peer, forecast("1"))
         news = NO_NEWS
         while not news.forecasts:
             news = client.poll()

@@ -182,18 +182,82 @@ def test_an_empty_state_is_a_state() -> None:
     assert other.outlook(M, T, N).expected == History().prior_mean
 
 
+GOOD = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def with_value(place: int, value: float) -> np.ndarray:
+    groups = np.array([GOOD])
+    groups[0, place] = value
+    return groups
+
+
 @pytest.mark.parametrize(
     ("keys", "groups"),
     [
-        (np.zeros((2, 2)), np.zeros((2, 2))),
-        (np.zeros((2, 3)), np.zeros((1, 3))),
-        (np.zeros(3), np.zeros(3)),
-        (np.zeros((1, 3)), np.array([[1, math.nan, 1]])),
-        (np.zeros((1, 3)), np.array([[math.inf, 1, 1]])),
-        (np.zeros((1, 3)), np.array([[-1, 1, 1]])),
-        (np.zeros((1, 3)), np.array([[1, 1, -1]])),
+        (np.zeros((2, 2)), np.ones((2, 5))),
+        (np.zeros((2, 3)), np.ones((1, 5))),
+        (np.zeros((1, 3)), np.ones((1, 3))),
+        (np.zeros(3), np.ones(5)),
+        *((np.zeros((1, 3)), with_value(place, math.nan)) for place in range(5)),
+        *((np.zeros((1, 3)), with_value(place, math.inf)) for place in range(5)),
+        *((np.zeros((1, 3)), with_value(place, -1.0)) for place in (0, 2, 3, 4)),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(keys: np.ndarray, groups: np.ndarray) -> None:
     with pytest.raises(ValueError, match="history"):
         History().restore({"keys": keys, "groups": groups})
+
+
+def test_a_state_with_a_negative_mean_is_one() -> None:
+    History().restore({"keys": np.zeros((1, 3)), "groups": with_value(1, -1.0)})
+
+
+# What is still to come ----------------------------------------------------------------------------
+
+
+def test_what_is_left_of_a_cut_answer_is_the_tokens_seen_over_the_answers_that_ended() -> None:
+    known, rng = History(), np.random.default_rng(0)
+    for length in rng.exponential(400, 4000):
+        known.saw(M, min(length, 200.0), is_cut=length > 200)
+    assert known.residual_tokens(M, 200) == pytest.approx(400, rel=0.2)
+    # Of another model nothing is known.
+    assert known.residual_tokens(M2, 200) == 200
+
+
+def test_it_does_not_rest_on_answers_that_nobody_saw_to_their_end() -> None:
+    known = History()
+    for _ in range(1000):
+        known.saw(M, 100, is_cut=True)
+    assert known.residual_tokens(M, 100) == history.MAX_RESIDUAL * 100
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e9), st.booleans()), max_size=30),
+    st.floats(0, 1e9),
+)
+def test_what_is_left_is_more_than_a_few_tokens_and_no_more_than_a_few_times_what_is_there(
+    seen: list[tuple[float, bool]], generated: float
+) -> None:
+    known = History()
+    for tokens, is_cut in seen:
+        known.saw(M, tokens, is_cut=is_cut)
+    left = known.residual_tokens(M, generated)
+    most = history.MAX_RESIDUAL * max(generated, history.MIN_RESIDUAL_TOKENS)
+    assert history.MIN_RESIDUAL_TOKENS <= left <= most
+
+
+def test_seeing_an_answer_moves_no_estimate_of_lengths() -> None:
+    known = taught((M, T, N, 4.0), times=20)
+    before = known.outlook(M, T, N)
+    for _ in range(100):
+        known.saw(M, 5000, is_cut=True)
+    after = known.outlook(M, T, N)
+    assert (after.expected, after.features) == (before.expected, before.features)
+
+
+def test_state_restores_what_was_seen() -> None:
+    known, other = History(), History()
+    for number in range(50):
+        known.saw(M, 10 * number, is_cut=number % 3 == 0)
+    other.restore(known.state())
+    assert other.residual_tokens(M, 300) == known.residual_tokens(M, 300)

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.channel import WireError
-from predictor.distribution import NUM_POINTS, points_of_sample
-from predictor.features import NUM_FEATURES
+from predictor.distribution import MAX_TOKENS, NUM_POINTS, points_of_sample
+from predictor.features import MAX_VALUE, NUM_FEATURES
 from predictor.protocol import (
     MAGIC,
+    MAX_BATCH,
     SCHEMA_VERSION,
     Ask,
     AskStatus,
@@ -130,6 +131,28 @@ def test_a_well_formed_body_that_is_no_message_is_garbage(body: object) -> None:
     assert caught.value.kind == "garbage"
 
 
+@pytest.mark.parametrize("count", [MAX_BATCH + 1, 10 * MAX_BATCH])
+def test_a_message_of_more_than_a_batch_is_garbage(count: int) -> None:
+    ending = Ending("1", 5, is_cut=False)
+    frames = [
+        (server_codec(), client_codec().encode(Ask((QUESTION,) * count, -1))),
+        (server_codec(), client_codec().encode(Ended((ending,) * count))),
+        (client_codec(), server_codec().encode(Forecasts((Forecast("1", b""),) * count))),
+    ]
+    for codec, frame in frames:
+        with pytest.raises(WireError) as caught:
+            codec.decode(frame)
+        assert caught.value.kind == "garbage"
+
+
+def test_a_full_batch_of_the_longest_questions_fits_into_a_frame() -> None:
+    longest = msgspec.structs.replace(
+        QUESTION, request_id="9" * 64, model=2**63 - 1, words=(2047,) * 64
+    )
+    message = Ask((longest,) * MAX_BATCH, -1)
+    assert server_codec().decode(client_codec().encode(message)) == message
+
+
 # Names --------------------------------------------------------------------------------------------
 
 NAMES = st.text(st.characters(), max_size=20)
@@ -211,7 +234,20 @@ def test_any_bytes_are_features_or_a_value_error(data: bytes) -> None:
     except ValueError:
         return
     assert row.shape == (NUM_FEATURES,)
-    assert np.isfinite(row).all()
+    assert (np.abs(row) <= MAX_VALUE).all()
+
+
+@pytest.mark.parametrize("value", [1.01 * MAX_VALUE, -1.01 * MAX_VALUE, 3e38])
+def test_a_feature_that_no_client_sends_is_refused(value: float) -> None:
+    row = float_bytes(*[0.0] * (NUM_FEATURES - 1), value)
+    with pytest.raises(ValueError, match="range"):
+        features_of(Question("1", 0, 0, 0, row, ()))
+
+
+@pytest.mark.parametrize("value", [MAX_VALUE, -MAX_VALUE])
+def test_the_outermost_feature_is_one(value: float) -> None:
+    row = float_bytes(*[value] * NUM_FEATURES)
+    assert features_of(Question("1", 0, 0, 0, row, ())).tolist() == [value] * NUM_FEATURES
 
 
 def test_points_come_back_as_they_went() -> None:
@@ -219,7 +255,10 @@ def test_points_come_back_as_they_went() -> None:
     assert points_of(Forecast("r", points.astype("<f4").tobytes())).tolist() == points.tolist()
 
 
-@pytest.mark.parametrize("kind", ["descending", "negative", "nan", "infinite", "short", "long"])
+@pytest.mark.parametrize(
+    "kind",
+    ["descending", "negative", "nan", "all-nan", "infinite", "beyond", "huge", "short", "long"],
+)
 def test_points_that_make_no_sense_are_refused(kind: str) -> None:
     points = np.linspace(1, 900, NUM_POINTS)
     if kind == "descending":
@@ -228,14 +267,25 @@ def test_points_that_make_no_sense_are_refused(kind: str) -> None:
         points[0] = -1
     elif kind == "nan":
         points[5] = math.nan
+    elif kind == "all-nan":
+        points[:] = math.nan
     elif kind == "infinite":
         points[-1] = math.inf
+    elif kind == "beyond":
+        points[-1] = 1.1 * MAX_TOKENS
+    elif kind == "huge":
+        points[:] = 3e38
     elif kind == "short":
         points = points[:-1]
     else:
         points = np.append(points, 1000)
     with pytest.raises(ValueError, match=r"points|float32|finite"):
         points_of(Forecast("r", points.astype("<f4").tobytes()))
+
+
+def test_the_longest_points_are_points() -> None:
+    longest = float_bytes(*[MAX_TOKENS] * NUM_POINTS)
+    assert points_of(Forecast("1", longest))[-1] == np.float32(MAX_TOKENS)
 
 
 def test_equal_points_are_points() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,11 +16,20 @@ from core.clock import ManualClock
 from predictor import server as server_module
 from predictor.calibration import NUM_BUCKETS
 from predictor.distribution import NUM_LEVELS
-from predictor.features import NO_CUES, NUM_FEATURES, WORD_BUCKETS, EngineFacts, feature_row
+from predictor.features import (
+    FEATURES,
+    MAX_VALUE,
+    NO_CUES,
+    NUM_FEATURES,
+    WORD_BUCKETS,
+    EngineFacts,
+    feature_row,
+)
 from predictor.forest import ForestParameters
 from predictor.model import LengthModel
 from predictor.progress import NUM_PROGRESS
 from predictor.protocol import (
+    MAX_ANSWERS,
     MAX_BATCH,
     MAX_ID_CHARS,
     Ask,
@@ -39,7 +47,7 @@ from predictor.protocol import (
     points_of,
     server_codec,
 )
-from predictor.server import Loop, PredictorServer, restored_model
+from predictor.server import ENDINGS_PER_PASS, Loop, PredictorServer, restored_model
 from predictor.state import FORMAT_VERSION
 from predictor.tilt import TILTED_BUCKETS
 
@@ -48,36 +56,61 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PARAMETERS = ForestParameters(num_trees=4, min_samples_leaf=5)
-FEATURES = feature_row(NO_CUES, EngineFacts(50, 500)).astype("<f4").tobytes()
+ROW = feature_row(NO_CUES, EngineFacts(50, 500))
+ROW_BYTES = ROW.astype("<f4").tobytes()
 A, B = b"peer-a", b"peer-b"
 SESSION = 77
 
 
-class Inline(Executor):
-    """A worker that works at once; nothing is left to chance."""
+class InlineJob:
+    """A job that is done when the test says so; nothing is left to chance."""
 
-    def __init__(self, *_args: Any, **_options: Any) -> None:
-        self.held: list[tuple[Future[Any], Callable[[], Any]]] = []
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._is_done = False
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._work()
+        except Exception as error:
+            self._error = error
+        self._is_done = True
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def result(self) -> Any:
+        assert self._is_done
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def wait(self, limit_s: float) -> bool:
+        assert 0 <= limit_s < 10
+        return self._is_done
+
+
+class Desk:
+    """Takes the jobs of a server: done at once, or held back until ``work``."""
+
+    def __init__(self) -> None:
+        self.held: list[InlineJob] = []
         self.holds = False
 
-    def submit(self, function: Any, /, *args: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.held.append((future, lambda: function(*args, **options)))
+    def __call__(self, work: Callable[[], Any]) -> InlineJob:
+        job = InlineJob(work)
+        self.held.append(job)
         if not self.holds:
             self.work()
-        return future
+        return job
 
     def work(self) -> None:
         """Do what is held back."""
-        for future, call in self.held:
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
+        for job in self.held:
+            job.run()
         self.held.clear()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        pass
 
 
 class Served:
@@ -98,11 +131,6 @@ class Served:
             checkpoint_every_s=60.0,
             **options,
         )
-
-    @property
-    def worker(self) -> Inline:
-        worker: Inline = self.server._worker  # type: ignore[assignment]
-        return worker
 
     def send(self, peer: bytes, message: FromPredictor) -> bool:
         if peer in self.deaf:
@@ -135,8 +163,15 @@ class Served:
 
 
 def question(request_id: str = "r", **changes: Any) -> Question:
-    made = Question(request_id, 1, 2, 3, FEATURES, (1, 2))
+    made = Question(request_id, 1, 2, 3, ROW_BYTES, (1, 2))
     return msgspec.structs.replace(made, **changes)
+
+
+def with_feature(column: int, value: float) -> bytes:
+    """A feature row with one number changed."""
+    row = ROW.astype("<f4")
+    row[column] = value
+    return row.tobytes()
 
 
 def ids(messages: list[FromPredictor]) -> list[str]:
@@ -149,8 +184,10 @@ def ids(messages: list[FromPredictor]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module.concurrent.futures, "ThreadPoolExecutor", Inline)
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    made = Desk()
+    monkeypatch.setattr(server_module, "Job", made)
+    return made
 
 
 @pytest.fixture
@@ -233,6 +270,14 @@ def test_more_questions_than_fit_one_batch_are_all_answered(served: Served) -> N
     assert served.forecasts(*map(question, names)) == names
 
 
+def test_no_message_has_more_forecasts_than_a_scheduler_takes_in_at_once(served: Served) -> None:
+    names = [f"r{n}" for n in range(MAX_BATCH)]
+    messages = served.say(Ask(tuple(map(question, names)), -1))
+    sizes = [len(m.forecasts) for m in messages if isinstance(m, Forecasts)]
+    assert max(sizes) <= MAX_ANSWERS < MAX_BATCH
+    assert ids(messages) == names
+
+
 def test_no_questions_are_no_trouble(served: Served) -> None:
     assert served.forecasts() == []
     served.server.handle([])
@@ -240,11 +285,14 @@ def test_no_questions_are_no_trouble(served: Served) -> None:
 
 BAD_QUESTIONS = {
     "no-features": question(features=b""),
-    "few-features": question(features=FEATURES[:-4]),
-    "half-a-number": question(features=FEATURES[:-1]),
-    "many-features": question(features=FEATURES * 100),
+    "few-features": question(features=ROW_BYTES[:-4]),
+    "half-a-number": question(features=ROW_BYTES[:-1]),
+    "many-features": question(features=ROW_BYTES * 100),
     "nan": question(features=np.full(NUM_FEATURES, math.nan, "<f4").tobytes()),
     "infinite": question(features=np.full(NUM_FEATURES, math.inf, "<f4").tobytes()),
+    "too-large": question(features=with_feature(0, 1.1 * MAX_VALUE)),
+    "too-small": question(features=with_feature(-1, -1.1 * MAX_VALUE)),
+    "huge": question(features=with_feature(3, 3e38)),
     "no-id": question(""),
     "long-id": question("x" * (MAX_ID_CHARS + 1)),
     "negative-model": question(model=-1),
@@ -263,6 +311,13 @@ def test_a_question_that_makes_no_sense_is_counted_and_the_others_are_answered(
     assert served.forecasts(question("before"), bad, question("after")) == ["before", "after"]
     assert served.counters()["bad_questions"] == 1
     assert served.counters()["pending"] == 2
+
+
+@pytest.mark.parametrize("value", [-MAX_VALUE, MAX_VALUE])
+def test_the_outermost_features_are_answered(served: Served, value: float) -> None:
+    for column in range(0, NUM_FEATURES, 5):
+        asked = question(f"r{column}", features=with_feature(column, value))
+        assert served.forecasts(asked) == [f"r{column}"]
 
 
 def test_a_peer_that_does_not_read_holds_nobody_up(served: Served) -> None:
@@ -338,9 +393,11 @@ def test_much_to_learn_does_not_hold_up_answers(served: Served) -> None:
     names = [f"r{n}" for n in range(400)]
     served.forecasts(*map(question, names))
     served.server.handle([(A, Ended(tuple(Ending(name, 5, is_cut=False) for name in names)))])
-    served.server.tend()
+    for done in range(1, 4):
+        served.server.tend()
+        assert served.counters()["learnt"] == done * ENDINGS_PER_PASS
     assert served.server.is_behind
-    assert served.counters()["learnt"] < 400
+    assert served.counters()["backlog"] == 400 - 3 * ENDINGS_PER_PASS
     served.sent.clear()
     served.server.handle([(A, Ask((question("q"),), -1))])
     assert ids([message for _, message in served.sent]) == ["q"]
@@ -388,6 +445,57 @@ def test_an_ending_whose_looks_make_no_sense_is_counted_and_teaches_nothing(
     assert served.counters()["learnt"] == 0
 
 
+def test_a_cut_before_the_first_token_teaches_nothing_and_is_forgotten(served: Served) -> None:
+    served.say(Ask((question(),), -1))
+    served.say(Ended((Ending("r", 0, is_cut=True),)))
+    assert served.counters()["learnt"] == served.counters()["pending"] == 0
+
+
+@pytest.mark.parametrize("value", [800.0, -800.0, MAX_VALUE, -MAX_VALUE])
+def test_a_limit_of_tokens_beyond_all_measure_ends_no_server(served: Served, value: float) -> None:
+    features = with_feature(FEATURES.index("log_max_tokens"), value)
+    assert served.forecasts(question(features=features)) == ["r"]
+    served.say(Ended((Ending("r", 4000, is_cut=False, progress=(PROGRESS,) * TILTED_BUCKETS),)))
+    assert served.counters()["learnt"] == 1
+    assert served.forecasts(question("after")) == ["after"]
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e20])
+def test_looks_beyond_all_measure_end_no_server_and_leave_the_tilts_sane(
+    served: Served, value: float
+) -> None:
+    looks = np.full(NUM_PROGRESS, value, dtype="<f4").tobytes()
+    for number in range(100):
+        served.forecasts(question(f"r{number}"))
+        served.say(Ended((Ending(f"r{number}", 4000, is_cut=False, progress=(looks,)),)))
+    served.model.tilt.refresh()
+    assert np.isfinite(served.model.tilt.tilts).all()
+    # And what others teach afterwards is learnt.
+    before = served.counters()["learnt"]
+    served.teach(100, tokens=4000)
+    assert served.counters()["learnt"] == before + 100
+
+
+def test_an_error_while_learning_is_counted_and_the_rest_is_learnt(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"r{n}" for n in range(3)]
+    served.forecasts(*map(question, names))
+    learn = served.model.learn
+
+    def fails_once(asked: Any, tokens: int, **more: Any) -> None:
+        if tokens == 1:
+            raise np.linalg.LinAlgError("singular")
+        learn(asked, tokens, **more)
+
+    monkeypatch.setattr(served.model, "learn", fails_once)
+    endings = tuple(Ending(name, index, is_cut=False) for index, name in enumerate(names))
+    served.say(Ended(endings))
+    assert served.counters()["failed_learning"] == 1
+    assert served.counters()["learnt"] == served.counters()["endings"] == 2
+    assert served.counters()["pending"] == 0
+
+
 def test_asking_again_about_a_request_still_learns_it_once(served: Served) -> None:
     for _ in range(3):
         served.say(Ask((question(),), -1))
@@ -422,17 +530,17 @@ def test_what_was_learnt_shows_in_the_next_forecast(served: Served) -> None:
 # Fitting ------------------------------------------------------------------------------------------
 
 
-def test_a_forest_is_fitted_in_the_background_and_then_used(served: Served) -> None:
-    served.worker.holds = True
+def test_a_forest_is_fitted_in_the_background_and_then_used(served: Served, desk: Desk) -> None:
+    desk.holds = True
     served.teach(100)
     served.server.tend()
     served.server.tend()
-    assert len(served.worker.held) == 1
+    assert len(desk.held) == 1
     assert served.model.forest is None
     # Meanwhile it answers and learns.
     assert served.forecasts(question("q")) == ["q"]
     served.teach(10)
-    served.worker.work()
+    desk.work()
     served.server.tend()
     assert served.model.forest is not None
     assert served.counters()["fits"] == 1
@@ -494,20 +602,48 @@ def test_a_fit_that_fails_again_and_again_is_not_tried_in_every_pass(
     assert served.counters()["failed_fits"] <= 10
 
 
-def test_fits_leave_most_of_the_time_to_others(served: Served) -> None:
-    served.worker.holds = True
+def test_before_serving_the_first_forest_is_fitted_at_once(served: Served) -> None:
+    served.teach(30)
+    served.server.fit_now()
+    assert served.model.forest is None
+    served.teach(30)
+    served.server.fit_now()
+    assert served.model.forest is not None
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), ZeroDivisionError(), np.linalg.LinAlgError()])
+def test_a_first_fit_that_fails_leaves_the_history_to_forecast(
+    served: Served,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def fail(_data: Any) -> None:
+        raise error
+
+    served.teach(100)
+    monkeypatch.setattr(served.model, "fit_forest", fail)
+    served.model.forest = None
+    served.server.fit_now()
+    assert served.counters()["failed_fits"] == 1
+    assert len(caplog.records) == 1
+    assert served.forecasts(question("q")) == ["q"]
+
+
+def test_fits_leave_most_of_the_time_to_others(served: Served, desk: Desk) -> None:
+    desk.holds = True
     served.teach(100)
     served.server.tend()
     served.clock.advance(2.0)
-    served.worker.work()
+    desk.work()
     served.server.tend()
     served.teach(300)
     served.clock.advance(10.0)
     served.server.tend()
-    assert served.worker.held == []
+    assert desk.held == []
     served.clock.advance(11.0)
     served.server.tend()
-    assert len(served.worker.held) == 1
+    assert len(desk.held) == 1
 
 
 # Saving -------------------------------------------------------------------------------------------
@@ -523,6 +659,10 @@ def learnt_on_disk(folder: Path) -> int:
     finally:
         store.close()
     return model.reservoir.num_added if source == "checkpoint" else -1
+
+
+def full_disk(_payload: bytes) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_what_was_learnt_is_saved_when_it_is_time(saving: Served, tmp_path: Path) -> None:
@@ -593,12 +733,9 @@ def test_a_start_from_a_checkpoint_forecasts_as_before(saving: Served, tmp_path:
 def test_a_full_disk_is_told_once_and_learning_goes_on(
     saving: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_payload: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
     assert saving.store is not None
     with monkeypatch.context() as broken:
-        broken.setattr(saving.store, "save", full)
+        broken.setattr(saving.store, "save", full_disk)
         for _ in range(5):
             saving.teach(10)
             saving.clock.advance(61)
@@ -618,14 +755,11 @@ def test_a_full_disk_is_told_once_and_learning_goes_on(
 def test_what_a_full_disk_did_not_take_is_saved_when_there_is_room(
     saving: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_payload: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
     assert saving.store is not None
     saving.teach(10)
     saving.clock.advance(61)
     with monkeypatch.context() as broken:
-        broken.setattr(saving.store, "save", full)
+        broken.setattr(saving.store, "save", full_disk)
         saving.server.tend()
         saving.server.tend()
     # Nothing new has been learnt since: what was learnt is still not on the disk.
@@ -635,14 +769,81 @@ def test_what_a_full_disk_did_not_take_is_saved_when_there_is_room(
     assert learnt_on_disk(tmp_path) == 10
 
 
-def test_a_slow_disk_is_not_asked_twice_at_once(saving: Served) -> None:
-    saving.worker.holds = True
+def test_a_slow_disk_is_not_asked_twice_at_once(saving: Served, desk: Desk, tmp_path: Path) -> None:
+    desk.holds = True
     for _ in range(5):
         saving.teach(5)
         saving.clock.advance(61)
         saving.server.tend()
-    assert len(saving.worker.held) == 1
-    saving.worker.work()
+    assert len(desk.held) == 1
+    desk.work()
+    saving.server.tend()
+    assert saving.counters()["checkpoints"] == 1
+    # What has been learnt meanwhile is in the next one.
+    saving.clock.advance(61)
+    saving.server.tend()
+    desk.work()
+    assert learnt_on_disk(tmp_path) == 25
+
+
+def test_at_the_end_it_is_saved_here_and_now_though_a_fit_runs(
+    saving: Served, desk: Desk, tmp_path: Path
+) -> None:
+    desk.holds = True
+    saving.teach(100)
+    saving.server.tend()
+    assert len(desk.held) == 1
+    saving.server.close()
+    assert len(desk.held) == 1
+    assert learnt_on_disk(tmp_path) == 100
+
+
+def test_at_the_end_it_is_saved_here_and_now_though_a_save_hangs(
+    saving: Served, desk: Desk, tmp_path: Path
+) -> None:
+    desk.holds = True
+    saving.teach(20)
+    saving.clock.advance(61)
+    saving.server.tend()
+    assert len(desk.held) == 1
+    saving.server.close()
+    assert learnt_on_disk(tmp_path) == 20
+
+
+def test_what_the_last_save_could_not_write_is_saved_at_the_end(
+    saving: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.store is not None
+    saving.teach(20)
+    saving.clock.advance(61)
+    with monkeypatch.context() as broken:
+        broken.setattr(saving.store, "save", full_disk)
+        saving.server.tend()
+    # Nobody has looked at what became of it.
+    saving.server.close()
+    assert learnt_on_disk(tmp_path) == 20
+
+
+def test_what_is_on_the_disk_already_is_not_saved_again_at_the_end(
+    saving: Served, tmp_path: Path
+) -> None:
+    saving.teach(20)
+    saving.clock.advance(61)
+    saving.server.tend()
+    saving.server.tend()
+    saving.server.close()
+    assert len(list(tmp_path.glob("*.checkpoint"))) == 1
+
+
+def test_a_full_disk_at_the_end_is_told_and_no_crash(
+    saving: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.store is not None
+    saving.teach(20)
+    monkeypatch.setattr(saving.store, "save", full_disk)
+    saving.server.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "space" in caplog.text
 
 
 def test_without_a_folder_nothing_is_kept_and_nothing_fails(served: Served) -> None:
@@ -662,10 +863,15 @@ QUESTIONS = st.builds(
     NUMBERS,
     NUMBERS,
     NUMBERS,
-    st.just(FEATURES) | st.binary(max_size=20),
+    st.just(ROW_BYTES)
+    | st.binary(max_size=20)
+    | st.builds(with_feature, st.integers(0, NUM_FEATURES - 1), st.floats(width=32)),
     st.lists(NUMBERS, max_size=5).map(tuple),
 )
-ENDINGS = st.builds(Ending, st.sampled_from(["a", "b", "c"]), NUMBERS, st.booleans())
+LOOKS = st.lists(st.just(b"\x00" * 4 * NUM_PROGRESS) | st.binary(max_size=50), max_size=7)
+ENDINGS = st.builds(
+    Ending, st.sampled_from(["a", "b", "c"]), NUMBERS, st.booleans(), LOOKS.map(tuple)
+)
 MESSAGES = (
     st.just(Hello())
     | st.just(AskStatus())

@@ -15,12 +15,16 @@ from quantile_forest import RandomForestQuantileRegressor
 from core.checkpoint import CheckpointError, CheckpointStore, pack, unpack
 from predictor import state
 from predictor.calibration import Calibrator
-from predictor.features import NO_CUES, EngineFacts, cues_of, feature_row
+from predictor.features import CUES_VERSION, NO_CUES, EngineFacts, cues_of, feature_row
 from predictor.forest import LEAF, Forest, ForestParameters, fit, leaf_size
 from predictor.model import COLUMNS, NUM_COLUMNS, LengthModel, Request
+from predictor.progress import NUM_PROGRESS
+from predictor.reservoir import CAPACITY as MOST_ROWS
 from predictor.server import restored_model
 from predictor.state import (
     FORMAT_VERSION,
+    LEARNT_FROM,
+    MAX_TREES,
     Prior,
     checked_forest,
     decode_into,
@@ -29,6 +33,8 @@ from predictor.state import (
     encode_prior,
     start_from_prior,
 )
+from predictor.tilt import TILTED_BUCKETS
+from predictor.words import MAX_WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +77,19 @@ def forecasts(model: LengthModel) -> list[list[float]]:
     return [asked.points.tolist() for asked in model.forecast(requests(), 40_000.0)]
 
 
+def taught_to_tilt() -> LengthModel:
+    """A model that has seen what makes answers longer while they grow."""
+    model, rng = fresh(), np.random.default_rng(0)
+    request = requests()[0]
+    for _ in range(700):
+        looks = np.zeros((TILTED_BUCKETS, NUM_PROGRESS), dtype=np.float32)
+        looks[:, 0] = rng.normal()
+        tokens = 50 + rng.exponential(300) * math.exp(0.8 * looks[0, 0])
+        model.learn(model.forecast([request], 0.0)[0], round(tokens), is_cut=False, progress=looks)
+    model.tilt.refresh()
+    return model
+
+
 def is_sane(model: LengthModel) -> bool:
     """Forecasts can be made and learnt from."""
     for asked in model.forecast(requests(), 0.0):
@@ -109,6 +128,21 @@ def test_what_is_decoded_forecasts_as_what_was_encoded(model: LengthModel, paylo
     assert other.calibrator.factors.tolist() == model.calibrator.factors.tolist()
     assert other.reservoir.num_added == model.reservoir.num_added
     assert other.fitted_at == model.fitted_at
+
+
+def test_what_generated_text_says_comes_back_too() -> None:
+    made, other = taught_to_tilt(), fresh()
+    decode_into(encode(made), other)
+    assert made.tilt.tilts.any()
+    assert other.tilt.tilts.tolist() == made.tilt.tilts.tolist()
+
+
+def test_what_answers_were_cut_at_comes_back_too(model: LengthModel, payload: bytes) -> None:
+    other = fresh()
+    decode_into(payload, other)
+    for tokens in (10, 100, 1000):
+        before = model.history.residual_tokens(1, tokens)
+        assert other.history.residual_tokens(1, tokens) == before
 
 
 def test_what_is_decoded_goes_on_as_what_was_encoded(payload: bytes) -> None:
@@ -226,7 +260,8 @@ def test_random_bytes_changed_in_a_checkpoint_never_crash(
     tmp_path: Path, payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(3)
-    good = encode(taught(60))
+    known = taught(60)
+    good = encode(known)
     for number in range(60):
         folder = tmp_path / str(number)
         store = CheckpointStore(folder, "predictor", version=FORMAT_VERSION)
@@ -239,7 +274,7 @@ def test_random_bytes_changed_in_a_checkpoint_never_crash(
         found, source = restored_model(fresh, store)
         store.close()
         assert source == "checkpoint"
-        assert found.reservoir.num_added == 60
+        assert found.reservoir.num_added == known.reservoir.num_added > 50
         assert len(caplog.records) == 1
 
 
@@ -277,7 +312,16 @@ def test_a_checkpoint_of_an_older_format_is_set_aside(
 
 def test_a_state_of_other_features_is_refused(payload: bytes) -> None:
     body = msgspec.msgpack.decode(payload)
-    for columns in ([], list(COLUMNS[:-1]), [*COLUMNS[:-1], "other"], list(reversed(COLUMNS))):
+    assert body["columns"] == list(LEARNT_FROM) == [*COLUMNS, f"cues {CUES_VERSION}"]
+    cues = LEARNT_FROM[-1]
+    for columns in (
+        [],
+        list(COLUMNS),
+        [*COLUMNS, f"cues {CUES_VERSION + 1}"],
+        [*COLUMNS[:-1], cues],
+        [*COLUMNS[:-1], "other", cues],
+        [*reversed(COLUMNS), cues],
+    ):
         with pytest.raises(ValueError, match="features"):
             decode_into(msgspec.msgpack.encode({**body, "columns": columns}), fresh())
 
@@ -306,6 +350,55 @@ def test_an_array_of_a_strange_type_or_shape_is_refused(payload: bytes, item: li
         changed = {**body, "model": {**body["model"], name: item}}
         with pytest.raises(ValueError, match=r"."):
             decode_into(msgspec.msgpack.encode(changed), fresh())
+
+
+def with_model_array(payload: bytes, name: str, place: int, value: float) -> bytes:
+    """A state with one number of one of its arrays changed."""
+    body = msgspec.msgpack.decode(payload)
+    dtype, shape, data = body["model"][name]
+    array = np.frombuffer(data, dtype=dtype).copy()
+    array[place] = value
+    body["model"][name] = [dtype, shape, array.tobytes()]
+    return msgspec.msgpack.encode(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("words.weights", 1.01 * MAX_WEIGHT),
+        ("words.weights", -1e300),
+        ("words.weights", math.nan),
+        ("calibration.num_seen", (1 << 53) + 1),
+        ("calibration.num_seen", -1),
+        ("calibration.scores", math.inf),
+        ("history.groups", math.nan),
+        ("reservoir.rows", math.inf),
+        ("reservoir.targets", math.nan),
+        ("tilt.moments", math.nan),
+        ("tilt.products", math.inf),
+        ("tilt.losses", -math.inf),
+        ("prior_mean", math.nan),
+        ("prior_mean", math.inf),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(payload: bytes, name: str, value: float) -> None:
+    decode_into(with_model_array(payload, name, 0, 1), fresh())
+    with pytest.raises(ValueError, match=r"."):
+        decode_into(with_model_array(payload, name, 0, value), fresh())
+
+
+@pytest.mark.parametrize("fitted_at", [-5, -(1 << 63), 0, 10**6, (1 << 63) - 1])
+def test_a_forest_is_never_older_than_nothing_or_newer_than_what_was_learnt(
+    payload: bytes, fitted_at: int
+) -> None:
+    body = msgspec.msgpack.decode(payload)
+    other = fresh()
+    decode_into(msgspec.msgpack.encode({**body, "fitted_at": fitted_at}), other)
+    assert other.fitted_at == min(max(fitted_at, 0), other.reservoir.num_added)
+    # So the next forest comes when it is due.
+    for _ in range(70):
+        other.learn(other.forecast(requests()[:1], 0.0)[0], 50, is_cut=False)
+    assert other.is_fit_due()
 
 
 def test_a_state_without_one_of_its_arrays_is_refused(payload: bytes) -> None:
@@ -394,6 +487,34 @@ def test_one_number_out_of_range_is_refused(
     arrays[name][place] = value
     with pytest.raises(ValueError, match="forest"):
         checked_forest(arrays)
+
+
+def test_a_forest_has_only_so_many_trees(arrays: dict[str, Any]) -> None:
+    root = arrays["roots"][:1]
+    assert len(checked_forest({**arrays, "roots": np.repeat(root, MAX_TREES)}).roots) == MAX_TREES
+    with pytest.raises(ValueError, match="forest"):
+        checked_forest({**arrays, "roots": np.repeat(root, MAX_TREES + 1)})
+
+
+def test_a_forest_has_only_so_many_targets(arrays: dict[str, Any]) -> None:
+    def with_targets(count: int) -> dict[str, Any]:
+        spare = np.full(count - len(arrays["targets"]), arrays["targets"][-1])
+        return {**arrays, "targets": np.append(arrays["targets"], spare)}
+
+    checked_forest(with_targets(2 * MOST_ROWS))
+    with pytest.raises(ValueError, match="forest"):
+        checked_forest(with_targets(2 * MOST_ROWS + 1))
+
+
+def test_a_forest_whose_leaves_hold_more_than_there_is_is_refused(arrays: dict[str, Any]) -> None:
+    most = len(arrays["roots"]) * len(arrays["targets"])
+    ranks = np.resize(arrays["leaf_ranks"], most + 1)
+    starts = arrays["leaf_starts"].copy()
+    starts[-1] = most + 1
+    with pytest.raises(ValueError, match="forest"):
+        checked_forest({**arrays, "leaf_ranks": ranks, "leaf_starts": starts})
+    starts[-1] = most
+    checked_forest({**arrays, "leaf_ranks": ranks[:-1], "leaf_starts": starts})
 
 
 @pytest.mark.parametrize("number", [-1, 2**31 - 1, "leaves"])
@@ -515,8 +636,12 @@ def test_a_broken_prior_file_is_refused() -> None:
         {"targets": np.zeros(79)},
         {"source_of": np.zeros(79, dtype=np.int64)},
         {"rows": np.full((80, NUM_COLUMNS), math.nan, dtype=np.float32)},
+        {"rows": np.full((80, NUM_COLUMNS), math.inf, dtype=np.float32)},
         {"targets": np.full(80, math.inf)},
+        {"targets": np.append(np.zeros(79), math.nan)},
         {"prior_mean": math.nan},
+        {"prior_mean": -math.inf},
+        {"words": {**fresh().words.state(), "weights": np.full(2048, 1e3)}},
         {"words": {"weights": np.zeros(5)}},
         {"words": {"weights": fresh().words.state()["weights"]}},
     ],
@@ -525,8 +650,12 @@ def test_a_broken_prior_file_is_refused() -> None:
         "few-targets",
         "few-sources",
         "nan-rows",
+        "infinite-rows",
         "infinite-targets",
+        "nan-target",
         "nan-mean",
+        "infinite-mean",
+        "heavy-words",
         "short-words",
         "half-of-the-words",
     ],
@@ -595,9 +724,10 @@ def test_a_prior_that_was_made_wrongly_does_not_keep_the_predictor_from_starting
 
 
 def test_a_checkpoint_counts_for_more_than_the_prior(
-    store: CheckpointStore, payload: bytes
+    store: CheckpointStore, model: LengthModel, payload: bytes
 ) -> None:
     store.save(payload)
-    model, source = restored_model(fresh, store)
+    found, source = restored_model(fresh, store)
     assert source == "checkpoint"
-    assert model.reservoir.num_added == 120
+    assert found.reservoir.num_added == model.reservoir.num_added > 100
+    assert found.reservoir.num_prior == 0

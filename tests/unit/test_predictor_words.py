@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.features import WORD_BUCKETS
-from predictor.words import WordScores
+from predictor.words import MAX_WEIGHT, WordScores
 
 WORDS = st.lists(st.integers(0, WORD_BUCKETS - 1), max_size=48)
 
@@ -65,6 +65,16 @@ def test_whatever_is_learnt_scores_stay_finite_and_small(
         assert abs(score) <= 10 * math.sqrt(48)
 
 
+def test_no_weight_grows_beyond_what_a_state_may_hold() -> None:
+    scores, other = WordScores(), WordScores()
+    scores.restore({**scores.state(), "weights": np.full(WORD_BUCKETS, MAX_WEIGHT)})
+    for _ in range(200):
+        scores.learn([1], 1e9)
+        scores.learn([2, 3], -1e9)
+    assert np.abs(scores.state()["weights"]).max() <= MAX_WEIGHT
+    other.restore(scores.state())
+
+
 def test_one_odd_answer_does_not_count_for_more_than_a_few() -> None:
     scores = WordScores()
     scores.learn([1, 2], 1e6)
@@ -91,6 +101,8 @@ def test_state_restores_the_same_scores_and_goes_on_alike() -> None:
         {"squares": np.full(WORD_BUCKETS, math.inf)},
         {"squares": np.zeros(WORD_BUCKETS)},
         {"squares": -np.ones(WORD_BUCKETS)},
+        {"weights": np.full(WORD_BUCKETS, 1.01 * MAX_WEIGHT)},
+        {"weights": np.append(np.zeros(WORD_BUCKETS - 1), -1.01 * MAX_WEIGHT)},
     ],
 )
 def test_a_state_that_cannot_be_is_refused(changes: dict[str, np.ndarray]) -> None:
