@@ -125,6 +125,8 @@ class Services:
         self.server_flags: list[str] = []
         self._folder: Path | None = None
         self._predictor: SupervisedService | None = None
+        self._held: list[str] | None = []
+        """Lines for when the server is ready; if it never is, its last words are the last."""
         if args.predictor != "on" or args.policy == STOCK_POLICY:
             return
         try:
@@ -139,6 +141,18 @@ class Services:
         """Look after them; call it a few times a second."""
         if self._predictor is not None:
             self._predictor.tick()
+
+    def server_is_ready(self) -> None:
+        """From now on what there is to say of them is said at once."""
+        held, self._held = self._held or [], None
+        for line in held:
+            _say(line)
+
+    def _tell(self, line: str) -> None:
+        if self._held is None:
+            _say(line)
+        else:
+            self._held.append(line)
 
     def stop(self) -> None:
         """End them and take their sockets away."""
@@ -165,7 +179,7 @@ class Services:
             command,
             lambda: PredictorProbe(address),
             MonotonicClock(),
-            _say,
+            self._tell,
             # Its arrays are small; more threads would only take the engine's cores.
             {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -236,6 +250,7 @@ class Supervisor:
                     return EXIT_FAILED
             elif not is_ready and self._is_ready():
                 is_ready = True
+                self._services.server_is_ready()
                 self._announce(now_s - started_s)
             elif not is_ready and now_s - said_s >= PROGRESS_EVERY_S:
                 said_s = now_s

@@ -61,8 +61,12 @@ def main(argv: list[str]) -> int:
         checkpoint_every_s=args.checkpoint_seconds,
         time_of_day_s=time_of_day_s,
     )
-    if model.forest is None:
+    if model.forest is None and not stopping:
         server.fit_now()
+    if stopping:
+        # Told to end while it was starting: nothing has been learnt, nothing is to be said.
+        channel.close()
+        return 0
     logger.info("ready address=%s from=%s rows=%d", args.address, source, len(model.reservoir))
     Loop(channel, server, lambda: bool(stopping) or _is_orphan(args.parent)).run()
     channel.close()
