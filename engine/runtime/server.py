@@ -213,4 +213,14 @@ if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from engine.runtime.server import main as run
 
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else EXIT_USAGE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == EXIT_USAGE:
+        # At once: unloading torch takes a second in which others would say more, and what is
+        # wrong has to be the last line.
+        os._exit(code)
+    sys.exit(code)
