@@ -16,12 +16,11 @@ from bench.lengths import Sample
 from bench.rivals import Rival
 from predictor.book import LengthBook
 from predictor.calibration import Calibrator
-from predictor.distribution import Points, at_level
+from predictor.distribution import Points, at_level, pinball_loss
 from predictor.model import Asked, LengthModel
 from predictor.tilt import TILT_MARKS, Tilts, no_tilts, tilt_of
 
 PROGRESS: tuple[int, ...] = (0, 50, 100, 200, 400)
-PINBALL_LEVELS: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
 BATCH = 32
 NOON_S = 43_200.0
 NUM_QUARTERS = 4
@@ -201,10 +200,7 @@ def _note(book: LengthBook, sample: Sample, quantile: float, scores: Scores) -> 
         # As the scheduler has it: no answer is longer than it may become.
         total = np.minimum(total, np.float32(limit))
         scores.ratio[g].append(min(bound, limit) / truth)
-        errors = [(level, truth - float(at_level(total, level))) for level in PINBALL_LEVELS]
-        scores.pinball[g].append(
-            sum(max(level * e, (level - 1) * e) for level, e in errors) / len(errors)
-        )
+        scores.pinball[g].append(pinball_loss(total, truth))
         if g == 0:
             scores.median.append(float(at_level(total, 0.5)))
             scores.truth.append(truth)

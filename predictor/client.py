@@ -6,6 +6,7 @@ again; until an answer comes the scheduler works from its fallback.
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from typing import assert_never
 
 import msgspec
@@ -204,7 +205,7 @@ class PredictorClient:
 
     def _send_questions(self, now_s: float) -> None:
         while self._to_ask:
-            batch = list(self._to_ask)[:MAX_BATCH]
+            batch = list(islice(self._to_ask, MAX_BATCH))
             questions = tuple(self._open[request_id].question for request_id in batch)
             if not self._channel.send(Ask(questions, self._calibration_version)):
                 return

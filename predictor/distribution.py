@@ -18,6 +18,7 @@ NUM_POINTS = 512
 NUM_LEVELS = 32
 LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
 POINT_LEVELS: Floats = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+PINBALL_LEVELS: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
 MIN_AHEAD = 4
 """With fewer points left the distribution says nothing of what is to come."""
 MIN_DENSE = 4 * NUM_LEVELS
@@ -92,6 +93,15 @@ def at_level(values: npt.NDArray[np.floating], level: float) -> Floats:
         values[..., low] * (1.0 - fraction) + values[..., low + 1] * fraction, dtype=np.float64
     )
     return result
+
+
+def pinball_loss(values: Points, truth: float) -> float:
+    """Mean loss of quantiles given at ``LEVELS``, read at ``PINBALL_LEVELS``; in tokens.
+
+    At level l an error e = truth - quantile costs max(l e, (l - 1) e).
+    """
+    errors = [(level, truth - float(at_level(values, level))) for level in PINBALL_LEVELS]
+    return sum(max(level * e, (level - 1.0) * e) for level, e in errors) / len(errors)
 
 
 def points_of_sample(lengths: npt.ArrayLike) -> Points:

@@ -25,7 +25,7 @@ LEAF = -1
 
 
 class ForestParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """How a forest is grown; the defaults are those of the study in docs/experiments.md."""
+    """How a forest is grown; docs/experiments.md has what other choices gave."""
 
     num_trees: int = 100
     min_samples_leaf: int = 20

@@ -7,6 +7,7 @@ the history at once, and what the trees know of prompts holds for models they ha
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -254,10 +255,8 @@ class LengthModel:
 
 def _bell() -> Floats:
     """Deviations of a log-normal length with a spread of one, at ``POINT_LEVELS``."""
-    rng = np.random.default_rng(0)
-    sample: Floats = rng.standard_normal(200_000)
-    bell: Floats = np.asarray(np.quantile(sample, POINT_LEVELS), dtype=np.float64)
-    return bell
+    normal = NormalDist()
+    return np.array([normal.inv_cdf(level) for level in POINT_LEVELS.tolist()])
 
 
 _BELL = _bell()

@@ -230,7 +230,9 @@ class PredictorServer:
         """Save what has been learnt, here and now: a fit that runs is given up."""
         while self._backlog:
             self._learn(*self._backlog.popleft())
-        if self._saving is not None and not self._is_saved(self._saving, SAVE_LIMIT_S):
+        if self._saving is not None and self._saving.wait(SAVE_LIMIT_S):
+            self._note_save(self._saving)
+        elif self._saving is not None:
             self._learnt_at_save = -1
         if self._store is None or self._model.reservoir.num_added == self._learnt_at_save:
             return
@@ -238,17 +240,6 @@ class PredictorServer:
             self._store.save(state.encode(self._model))
         except (OSError, ValueError) as error:
             logger.warning("checkpoint_failed error=%r: the one before stays", error)
-
-    @staticmethod
-    def _is_saved(saving: "Job[object]", limit_s: float) -> bool:
-        if not saving.wait(limit_s):
-            return False
-        try:
-            saving.result()
-        except Exception as error:
-            logger.warning("checkpoint_failed error=%r", error)
-            return False
-        return True
 
     def _tend_forest(self, now_s: float) -> None:
         if self._fitting is not None:
@@ -273,23 +264,27 @@ class PredictorServer:
 
     def _tend_checkpoint(self, now_s: float) -> None:
         if self._saving is not None and self._saving.is_done():
-            saving, self._saving = self._saving, None
-            try:
-                saving.result()
-            except Exception as error:
-                # Nothing of it is on the disk: it is news still.
-                self._learnt_at_save = -1
-                self.counters["failed_checkpoints"] += 1
-                if not self._is_save_trouble_told:
-                    self._is_save_trouble_told = True
-                    logger.warning("checkpoint_failed error=%r: learning goes on unsaved", error)
-            else:
-                self.counters["checkpoints"] += 1
-                self._is_save_trouble_told = False
+            self._note_save(self._saving)
         is_news = self._model.reservoir.num_added != self._learnt_at_save
         if now_s >= self._next_save_s and self._saving is None and is_news:
             self._next_save_s = now_s + self._checkpoint_every_s
             self._save()
+
+    def _note_save(self, saving: "Job[object]") -> None:
+        """What became of a save that has ended."""
+        self._saving = None
+        try:
+            saving.result()
+        except Exception as error:
+            # Nothing of it is on the disk: it is news still.
+            self._learnt_at_save = -1
+            self.counters["failed_checkpoints"] += 1
+            if not self._is_save_trouble_told:
+                self._is_save_trouble_told = True
+                logger.warning("checkpoint_failed error=%r: learning goes on unsaved", error)
+        else:
+            self.counters["checkpoints"] += 1
+            self._is_save_trouble_told = False
 
     def _save(self) -> None:
         store = self._store

@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.calibration import MARKS
-from predictor.distribution import Floats, Ints, Points, at_level, remaining_of_many
+from predictor.distribution import (
+    Floats,
+    Ints,
+    Points,
+    at_level,
+    pinball_loss,
+    remaining_of_many,
+)
 from predictor.progress import NUM_PROGRESS
 
 TILTED_BUCKETS = 6
@@ -27,7 +34,6 @@ MIN_CASES = 80.0
 LOSS_MEMORY = 400.0
 MIN_GAIN = 0.01
 """Share of the pinball loss that must be gained for a bucket's weights to be used."""
-_LOSS_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def no_tilts() -> Tilts:
@@ -124,7 +130,7 @@ class TiltLearner:
         if not self._candidates[index].any():
             return
         fade = 1.0 - 1.0 / LOSS_MEMORY
-        losses = [_loss(np.minimum(remaining * f, room), truth) for f in (1.0, factor)]
+        losses = [pinball_loss(np.minimum(remaining * f, room), truth) for f in (1.0, factor)]
         self._losses[index] = fade * self._losses[index] + np.array([1.0, *losses])
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
@@ -146,8 +152,3 @@ class TiltLearner:
         self._moments, self._products = found["moments"], found["products"]
         self._losses = found["losses"]
         self.refresh()
-
-
-def _loss(remaining: Points, truth: float) -> float:
-    errors = [(level, truth - float(at_level(remaining, level))) for level in _LOSS_LEVELS]
-    return sum(max(level * e, (level - 1.0) * e) for level, e in errors)

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 
+from core.clock import Clock
 from core.slo import CompoundSlo, LatencySlo, RequestTerms
 from engine.runtime import arrivals, wire
 from predictor.book import LengthBook
@@ -170,7 +171,7 @@ def token_classes(tokenizer: Any) -> Classes | None:
         return None
 
 
-def connect(address: str, model: str, clock: Any) -> PredictorClient | None:
+def connect(address: str, model: str, clock: Clock) -> PredictorClient | None:
     """A client of the predictor at ``address``; None for no address."""
     return PredictorClient(address, clock, model=model) if address else None
 

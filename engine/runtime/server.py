@@ -216,7 +216,9 @@ if __name__ == "__main__":
     try:
         code = run(sys.argv[1:])
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else EXIT_USAGE
+        if end.code != EXIT_USAGE:
+            raise
+        code = EXIT_USAGE
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_USAGE:

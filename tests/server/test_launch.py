@@ -75,8 +75,10 @@ def start(*flags: str) -> subprocess.Popen[str]:
     """`launch.py` in a process group of its own."""
     model = () if "--model" in flags else ("--model", "demo")
     port = () if "--port" in flags else ("--port", str(free_port()))
+    # Nothing of these short lives is to be found in the user's cache.
+    nothing_kept = ("--predictor-state", "none")
     return subprocess.Popen(
-        [sys.executable, "launch.py", *model, *port, *flags],
+        [sys.executable, "launch.py", *model, *port, *nothing_kept, *flags],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
