@@ -23,6 +23,7 @@ FLAGS = (
     *("--max-total-tokens", "300", "--chunked-prefill-size", "128"),
     # Admit eagerly, so that the pool does run out.
     *("--max-running-requests", "10", "--schedule-conservativeness", "0.05"),
+    "--test-known-lengths",
 )
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on")
 CITY_SCHEMA = (
@@ -53,6 +54,12 @@ def make_load(seed: int = 3) -> list[dict[str, Any]]:
         {"text": story + " loved", "sampling_params": params(16), "stream": True},
     ]
     return load
+
+
+def with_misleading_lengths(load: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every request tells an oracle that its answer has one token: no plan expects a full pool."""
+    claim = {"custom_params": {"known_output_tokens": 1}}
+    return [{**body, "sampling_params": {**body["sampling_params"], **claim}} for body in load]
 
 
 def params(tokens: int, **extra: Any) -> dict[str, Any]:
@@ -150,9 +157,10 @@ def test_forced_moves_change_no_token(
 def test_a_full_pool_preempts_and_changes_no_token(
     ours: Server, reference: list[list[Any]]
 ) -> None:
-    configure(ours, "gmax", force_moves_every=0)
+    configure(ours, "gmax-oracle", force_moves_every=0)
     before = state(ours)
-    check_same(answer_all(ours.base_url, make_load(), with_slo=True), reference)
+    load = with_misleading_lengths(make_load())
+    check_same(answer_all(ours.base_url, load, with_slo=True), reference)
     after = poll(lambda: state(ours), lambda now: now["num_running"] == 0, limit_s=30)
     assert after["num_preemptions"] > before["num_preemptions"], "the pool never ran out"
 
