@@ -1,0 +1,222 @@
+"""Matching a program that unfolds against pattern graphs, one stage after the other.
+
+Patterns whose prefix diverges (another model or tool at a stage, or an end before it) are
+pruned; the rest are scored with Gaussian kernels over the attributes of each stage (paper,
+section Estimating Dependency with Pattern-Graph Matching). A new stage adds one term to the
+score of each pattern that is left: nothing is computed anew.
+"""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from graphs.patterns import (
+    ATTRIBUTES,
+    CALLS,
+    INPUT,
+    LONGEST,
+    MAX_CODE,
+    OUTPUT,
+    PER_OCTAVE,
+    TOOL,
+    UNKNOWN,
+    Floats,
+    Indices,
+    PatternPack,
+    codes_of,
+    values_of,
+)
+from graphs.shape import Pace, StageShape
+
+Scores = npt.NDArray[np.float32]
+
+MIN_WEIGHT = 1e-3
+SIGMA_OCTAVES: Floats = np.array([1.0, 2.0, 2.0, 2.0, 3.0])
+"""Width of each attribute's kernel: two that differ so much are alike by exp(-1/2)."""
+MAX_PENALTY = 4.0
+"""Most that one attribute may take from the logarithm of a similarity."""
+ROLE_PENALTY = 3.0
+"""Another role is another part of the program, but names are not always kept."""
+DIVERGENCE_PENALTY = 2.0
+"""Of a pattern that diverges where too few are left to prune it."""
+ENOUGH = 32
+"""Patterns that must fit for the others to be pruned: rather a few that nearly fit than none."""
+TOP = 64
+"""Patterns that the outlook is a mixture of."""
+FORGETTING = 0.6
+"""Weight of a stage against the one after it: what came last says most of what comes next."""
+MIN_OF_APPLICATION = 8
+"""Patterns of its own application from which on a program is compared with those alone."""
+
+_CODE_STEPS = np.arange(MAX_CODE + 1)[None, :] / PER_OCTAVE
+PENALTIES: npt.NDArray[np.float32] = np.minimum(
+    0.5 * (_CODE_STEPS / SIGMA_OCTAVES[:, None]) ** 2, MAX_PENALTY
+).astype(np.float32)
+"""Logarithm of the kernels, negated, by attribute and difference of codes."""
+_Which = tuple[int, ...]
+_WHOLE: _Which = tuple(range(len(ATTRIBUTES)))
+_AT_OPENING: _Which = (INPUT, TOOL)
+"""What is known of a stage when its first call has arrived."""
+
+
+class Remaining(msgspec.Struct, frozen=True):
+    """What is expected of a program after what is known of it.
+
+    Attributes:
+        stage_s: execution time of the stage that is open, all of it.
+        later_s: of all stages after it.
+        stages: how many stages come after it.
+        calls, input_tokens, output_tokens: of those stages together.
+        longest_tokens: the longest call of each of those stages, added up.
+        tool_s: tool time before those stages, added up.
+        missing_calls: calls of the open stage that have not arrived yet.
+        missing_input_tokens, missing_output_tokens: of those calls together.
+        next_tool_s: tool time before the next stage, where there is one.
+        num_patterns: patterns that still fit.
+    """
+
+    stage_s: float
+    later_s: float
+    stages: float
+    calls: float
+    input_tokens: float
+    output_tokens: float
+    longest_tokens: float
+    tool_s: float
+    missing_calls: float
+    missing_input_tokens: float
+    missing_output_tokens: float
+    next_tool_s: float
+    num_patterns: int
+
+
+class Match:
+    """One running program against one pack.
+
+    Args:
+        application: hash of its name; 0 where it has none.
+    """
+
+    __slots__ = ("_alive", "_diverged", "_scores", "num_stages", "pack")
+
+    def __init__(self, pack: PatternPack, application: int = 0) -> None:
+        self.pack = pack
+        self.num_stages = 0
+        """Stages that are over and counted in the scores."""
+        everyone = np.arange(len(pack), dtype=np.int64)
+        index = pack.applications.get(application)
+        own = np.flatnonzero(pack.application == index) if index != UNKNOWN else everyone
+        self._alive: Indices = own if len(own) >= MIN_OF_APPLICATION else everyone
+        prior = np.log(np.maximum(pack.weight[self._alive], MIN_WEIGHT))
+        self._scores: Scores = prior.astype(np.float32)
+
+    def __len__(self) -> int:
+        """Patterns that still fit."""
+        return len(self._alive)
+
+    def close_stage(self, stage: StageShape) -> None:
+        """The next stage is over: all of its calls have ended."""
+        fits, places = self._fitting(stage)
+        self._scores = self._scores[fits] * FORGETTING + self._similarity(stage, places, _WHOLE)
+        self._alive = self._alive[fits]
+        self.num_stages += 1
+
+    def best(self) -> int:
+        """The likeliest pattern's index; -1 where none fits."""
+        return int(self._alive[np.argmax(self._scores)]) if len(self) else -1
+
+    def outlook(self, pace: Pace, opened: StageShape | None = None) -> Remaining | None:
+        """What is still to come, as the mean of the likeliest patterns; None where none fits.
+
+        Args:
+            opened: the next stage as far as it is known, or None between two stages. Its input
+                is that of its first call: the calls of a stage do not arrive all at once.
+        """
+        alive, scores = self._alive, self._scores
+        if opened is not None:
+            fits, places = self._fitting(opened)
+            alive = alive[fits]
+            scores = scores[fits] + self._similarity(opened, places, _AT_OPENING)
+        if not len(alive):
+            return None
+        num_patterns = len(alive)
+        if num_patterns > TOP:
+            top = np.argpartition(scores, -TOP)[-TOP:]
+            alive, scores = alive[top], scores[top]
+        share = np.exp(scores.astype(np.float64) - float(scores.max()))
+        share /= share.sum()
+        mixture = _Mixture(self.pack, alive, share, self.num_stages, pace)
+        return mixture.remaining(None if opened is None else opened.num_calls, num_patterns)
+
+    def _fitting(self, stage: StageShape) -> tuple[Indices, Indices]:
+        """Who has such a stage next: indices into ``_alive``, and into the pack's flat arrays."""
+        pack, alive = self.pack, self._alive
+        places = pack.offsets[alive].astype(np.int64) + self.num_stages
+        fits = np.flatnonzero(places < pack.offsets[alive + 1])
+        places = places[fits]
+        same = pack.identity[places] == pack.identities.get(stage.identity)
+        if np.count_nonzero(same) < ENOUGH:
+            return fits, places
+        return fits[same], places[same]
+
+    def _similarity(self, stage: StageShape, places: Indices, attributes: "_Which") -> Scores:
+        """Logarithm of how alike a stage is to those at ``places``, at most 0; shape as theirs."""
+        pack = self.pack
+        codes = codes_of(stage).astype(np.int16)
+        total = np.zeros(len(places), dtype=np.float32)
+        for attribute in attributes:
+            gap = np.abs(pack.codes[attribute, places].astype(np.int16) - codes[attribute])
+            total -= PENALTIES[attribute][gap]
+        index = pack.identities.get(stage.identity)
+        total -= np.float32(DIVERGENCE_PENALTY) * (pack.identity[places] != index)
+        if stage.role:
+            role = pack.roles.get(stage.role)
+            total -= np.float32(ROLE_PENALTY) * (pack.role[places] != role)
+        return total
+
+
+class _Mixture:
+    """The stages that some patterns have after the first ``num_over``, each with its weight."""
+
+    def __init__(
+        self, pack: PatternPack, alive: Indices, share: Floats, num_over: int, pace: Pace
+    ) -> None:
+        first = pack.offsets[alive].astype(np.int64) + num_over
+        counts = np.maximum(pack.offsets[alive + 1].astype(np.int64) - first, 0)
+        owner = np.repeat(np.arange(len(alive)), counts)
+        rank = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._rank = rank
+        """0 for the first stage that is not over."""
+        self._weight = share[owner]
+        self._values = values_of(pack.codes[:, first[owner] + rank])
+        self._time_s = (
+            self._values[TOOL]
+            + self._values[INPUT] * pace.prefill_s
+            + self._values[LONGEST] * pace.step_s
+            + self._values[OUTPUT] * pace.token_s
+        )
+
+    def remaining(self, calls_arrived: int | None, num_patterns: int) -> Remaining:
+        """``calls_arrived`` of the stage that is open; None where none is."""
+        is_open = calls_arrived is not None
+        now = self._weight * (self._rank == 0) if is_open else np.zeros_like(self._weight)
+        later = self._weight - now
+        values = self._values
+        missing = np.maximum(values[CALLS] - (calls_arrived or 0), 0.0)
+        per_call = 1.0 / np.maximum(values[CALLS], 1.0)
+        following = self._weight * (self._rank == int(is_open))
+        return Remaining(
+            stage_s=float((now * self._time_s).sum()),
+            later_s=float((later * self._time_s).sum()),
+            stages=float(later.sum()),
+            calls=float((later * values[CALLS]).sum()),
+            input_tokens=float((later * values[INPUT]).sum()),
+            output_tokens=float((later * values[OUTPUT]).sum()),
+            longest_tokens=float((later * values[LONGEST]).sum()),
+            tool_s=float((later * values[TOOL]).sum()),
+            missing_calls=float((now * missing).sum()),
+            missing_input_tokens=float((now * missing * per_call * values[INPUT]).sum()),
+            missing_output_tokens=float((now * missing * per_call * values[OUTPUT]).sum()),
+            next_tool_s=float((following * values[TOOL]).sum()),
+            num_patterns=num_patterns,
+        )

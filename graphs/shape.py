@@ -1,0 +1,94 @@
+"""What is kept of a program: its stages in numbers, and how long they take.
+
+A stage is the calls between two barriers together with the tools that ran before them. Its
+execution time is reckoned from its tokens at the engine's pace of now and from its tool time:
+what an earlier program took on the clock says how busy the engine was then, and how much time
+the scheduler gave it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+MAX_STAGES = 256
+"""Of a longer program the rest counts into its last stage."""
+
+
+class Pace(msgspec.Struct, frozen=True, array_like=True):
+    """What work costs now: the step-time model at the expected batch, in seconds.
+
+    Attributes:
+        prefill_s: per input token.
+        step_s: per decode step, whoever is in it.
+        token_s: more of each step per request in it.
+    """
+
+    prefill_s: float = 5e-5
+    step_s: float = 0.01
+    token_s: float = 2e-4
+
+
+class StageShape(msgspec.Struct, frozen=True, array_like=True):
+    """One stage.
+
+    Attributes:
+        identity: of the model called first and of the tools before it, where they were told.
+        role: of its first call, by name; 0 where it was not told.
+        num_calls: that run side by side.
+        input_tokens, output_tokens: of all its calls together.
+        longest_tokens: output of the longest call.
+        tool_s: from the end of the stage before to its first call.
+    """
+
+    identity: int
+    role: int
+    num_calls: int
+    input_tokens: float
+    output_tokens: float
+    longest_tokens: float
+    tool_s: float
+
+    def time_s(self, pace: Pace) -> float:
+        """Execution time at ``pace``: the tools, the prompts, then the longest answer's steps.
+
+        Each other answer makes the steps that it is in longer.
+        """
+        decode_s = self.longest_tokens * pace.step_s + self.output_tokens * pace.token_s
+        return self.tool_s + self.input_tokens * pace.prefill_s + decode_s
+
+
+class ProgramShape(msgspec.Struct, frozen=True, array_like=True):
+    """A whole program.
+
+    Attributes:
+        application: hash of its name; 0 where it was not told.
+    """
+
+    application: int
+    stages: tuple[StageShape, ...]
+
+
+def identity_of(model: int, tools: Iterable[int]) -> int:
+    """One number below 2**63 for a model and the set of tools that ran before it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for value in (model, *sorted(set(tools))):
+        digest.update(value.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def cut_to(stages: Sequence[StageShape], most: int) -> tuple[StageShape, ...]:
+    """At most ``most`` stages; those beyond are added to the last."""
+    if len(stages) <= most:
+        return tuple(stages)
+    last, rest = stages[most - 1], stages[most:]
+    merged = StageShape(
+        last.identity,
+        last.role,
+        last.num_calls,
+        last.input_tokens + sum(stage.input_tokens for stage in rest),
+        last.output_tokens + sum(stage.output_tokens for stage in rest),
+        last.longest_tokens + sum(stage.longest_tokens for stage in rest),
+        last.tool_s + sum(stage.tool_s for stage in rest),
+    )
+    return (*stages[: most - 1], merged)

@@ -1,0 +1,181 @@
+"""The patterns that are kept: what finished programs looked like, how often, and for how long.
+
+Every finished program enters as a pattern of its own, or strengthens one that it is the same
+as. Above the capacity they are clustered (k-medoids) and each cluster's medoid stays. How often
+a pattern was seen or used is forgotten at 0.9 an hour (paper, section Estimating Dependency
+with Pattern-Graph Matching); the least used are evicted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs.medoids import distance_matrix, distances_to, k_medoids
+from graphs.patterns import Indices, PatternPack
+from graphs.shape import MAX_STAGES, ProgramShape, cut_to
+
+Weights = npt.NDArray[np.float32]
+
+CAPACITY = 500
+"""With more, matching gets slower and hardly better (docs/experiments.md)."""
+DECAY_PER_HOUR = 0.9
+DECAY_EVERY_S = 60.0
+SAME_DISTANCE = 0.02
+"""Programs nearer than this are one pattern."""
+KEPT_FRACTION = 0.75
+"""Of the capacity, after clustering: room for what comes."""
+MIN_WEIGHT = 0.01
+"""A pattern decayed below this is evicted: seen once, and not for two days."""
+MIN_KEPT = 32
+"""So many are never evicted for their age alone: after a quiet week something is known still."""
+MAX_WEIGHT = 1e6
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """The medoids of a clustering, as patterns with weights."""
+
+    pack: PatternPack
+    """The one that was clustered."""
+    num_patterns: int
+    """How many of it."""
+    medoids: Indices
+    weights: Weights
+
+
+class Clustering:
+    """The work of one clustering; it may run beside everything else."""
+
+    def __init__(self, pack: PatternPack, shapes: Sequence[ProgramShape], keep: int) -> None:
+        self._pack = pack
+        self._shapes = list(shapes)
+        self._weights = pack.weight.copy()
+        self._keep = keep
+
+    def run(self) -> Clustered:
+        """Find the medoids; each has the weights of its whole cluster."""
+        weights = np.maximum(self._weights, MIN_WEIGHT)
+        # A copy of its own: the store's grows meanwhile.
+        pack = PatternPack(self._shapes, weights.tolist())
+        medoids, nearest = k_medoids(distance_matrix(pack), weights, self._keep, seed=0)
+        together = np.bincount(nearest, weights=self._weights, minlength=len(medoids))
+        return Clustered(self._pack, len(self._shapes), medoids, together.astype(np.float32))
+
+
+class PatternStore:
+    """Patterns with their weights. ``pack`` is what programs are matched against.
+
+    Args:
+        capacity: most patterns; above it ``is_clustering_due``.
+        now_s: any clock; only differences count.
+    """
+
+    def __init__(self, capacity: int = CAPACITY, now_s: float = 0.0) -> None:
+        self.capacity = max(capacity, 2)
+        self.pack = PatternPack()
+        """Another object whenever patterns have been taken out."""
+        self.shapes: list[ProgramShape] = []
+        self._decayed_s = now_s
+        self.num_added = 0
+        """Finished programs so far."""
+        self.num_merged = 0
+        """Of those, that were the same as a pattern."""
+        self.num_evicted = 0
+        self.num_clusterings = 0
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def add(self, shape: ProgramShape, now_s: float) -> int:
+        """A program has finished; the pattern that it has become or has strengthened.
+
+        Raises:
+            ValueError: it has no stage.
+        """
+        self.decay(now_s)
+        shape = ProgramShape(shape.application, cut_to(shape.stages, MAX_STAGES))
+        same = self._same_as(shape)
+        self.num_added += 1
+        if same >= 0:
+            self.num_merged += 1
+            self._strengthen(same)
+            return same
+        if len(self) >= 2 * self.capacity:
+            # The clustering has not kept up: the least used go.
+            self._keep_best(self.capacity)
+        self.shapes.append(shape)
+        return self.pack.add(shape, 1.0)
+
+    def restore(self, shape: ProgramShape, weight: float) -> None:
+        """A pattern as it was kept. Raises ValueError where it has no stage."""
+        self.pack.add(shape, min(max(weight, 0.0), MAX_WEIGHT))
+        self.shapes.append(shape)
+
+    def used(self, index: int, now_s: float) -> None:
+        """A finished program had been matched with a pattern of ``pack``."""
+        self.decay(now_s)
+        if 0 <= index < len(self):
+            self._strengthen(index)
+
+    def decay(self, now_s: float) -> None:
+        """Forget a little, and evict what is hardly used. A clock that jumps back is no time."""
+        elapsed_s = now_s - self._decayed_s
+        if 0 <= elapsed_s < DECAY_EVERY_S:
+            return
+        self._decayed_s = now_s
+        if elapsed_s < 0:
+            return
+        self.pack.weight[:] *= np.float32(DECAY_PER_HOUR ** (elapsed_s / 3600.0))
+        num_used = int(np.count_nonzero(self.pack.weight >= MIN_WEIGHT))
+        self._keep_best(max(num_used, MIN_KEPT))
+
+    # Clustering.
+
+    @property
+    def is_clustering_due(self) -> bool:
+        """Whether there are more patterns than the capacity."""
+        return len(self) > self.capacity
+
+    def clustering(self) -> Clustering:
+        """The work whose result ``adopt`` takes."""
+        return Clustering(self.pack, self.shapes, max(int(self.capacity * KEPT_FRACTION), 1))
+
+    def adopt(self, clustered: Clustered) -> bool:
+        """Keep the medoids and what has come in since; False where all that has changed."""
+        if clustered.pack is not self.pack:
+            return False
+        since = np.arange(clustered.num_patterns, len(self))
+        kept = np.concatenate([clustered.medoids, since]).astype(np.int64)
+        weights = np.concatenate([clustered.weights, self.pack.weight[since]])
+        self._keep(kept, weights)
+        self.num_clusterings += 1
+        return True
+
+    def _same_as(self, shape: ProgramShape) -> int:
+        """The pattern that a program is the same as; -1 for none."""
+        coded = self.pack.encode(shape)
+        if not len(self):
+            return -1
+        distances = distances_to(self.pack, coded)
+        # A name is worth keeping even where the shape is known.
+        is_own = self.pack.application == coded.application
+        distances[~is_own] = 1.0
+        nearest = int(np.argmin(distances))
+        return nearest if distances[nearest] < SAME_DISTANCE else -1
+
+    def _strengthen(self, index: int) -> None:
+        self.pack.weight[index] = min(float(self.pack.weight[index]) + 1.0, MAX_WEIGHT)
+
+    def _keep_best(self, num: int) -> None:
+        if num >= len(self):
+            return
+        best = np.argsort(-self.pack.weight, kind="stable")[:num]
+        kept = np.sort(best).astype(np.int64)
+        self.num_evicted += len(self) - num
+        self._keep(kept, self.pack.weight[kept])
+
+    def _keep(self, kept: Indices, weights: Weights) -> None:
+        self.shapes = [self.shapes[index] for index in kept.tolist()]
+        self.pack = PatternPack(self.shapes, weights.tolist())
