@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from core.names import name_hash
 from predictor.distribution import Points
 from predictor.features import NO_CUES, Cues, EngineFacts, Row, cues_of, feature_row
 from predictor.model import Request
 from predictor.progress import NUM_PROGRESS, Classes, progress_row
-from predictor.protocol import name_hash
 from predictor.tilt import TILT_MARKS
 
 SHIPPED = Path(__file__).with_name("data") / "demo_lengths.jsonl.gz"

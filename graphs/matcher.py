@@ -97,7 +97,7 @@ class Match:
         application: hash of its name; 0 where it has none.
     """
 
-    __slots__ = ("_alive", "_diverged", "_scores", "num_stages", "pack")
+    __slots__ = ("_alive", "_scores", "num_stages", "pack")
 
     def __init__(self, pack: PatternPack, application: int = 0) -> None:
         self.pack = pack
@@ -113,6 +113,14 @@ class Match:
     def __len__(self) -> int:
         """Patterns that still fit."""
         return len(self._alive)
+
+    def copy(self) -> "Match":
+        """One that goes its own way from here."""
+        other = Match.__new__(Match)
+        other.pack, other.num_stages = self.pack, self.num_stages
+        # Arrays are replaced, never written to.
+        other._alive, other._scores = self._alive, self._scores
+        return other
 
     def close_stage(self, stage: StageShape) -> None:
         """The next stage is over: all of its calls have ended."""

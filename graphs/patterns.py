@@ -59,7 +59,7 @@ def values_of(codes: Codes) -> Floats:
 
 
 class Coded(NamedTuple):
-    """One program in the terms of a pack: indices of its names, (stages,), and (5, stages) codes."""
+    """One program in the terms of a pack: indices of names, (stages,), and codes, (5, stages)."""
 
     identity: npt.NDArray[np.uint16]
     role: npt.NDArray[np.uint16]

@@ -8,37 +8,14 @@ where all calls of a stage have ended. Names are hashes; no text is kept.
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import networkx
 
-from graphs.shape import MAX_STAGES, ProgramShape, StageShape, identity_of
+from graphs.shape import MAX_STAGES, Call, ProgramShape, StageShape, identity_of
 
 MAX_NODES = 2048
 """Calls and tools kept as nodes; further ones count into their stages only."""
 MIN_TOOL_S = 0.05
 """A shorter gap between two calls is no tool."""
-
-
-class Call(msgspec.Struct, frozen=True, array_like=True):
-    """A call that has arrived.
-
-    Attributes:
-        node: its own id in the program.
-        role: hash of what it is for; 0 where it was not told.
-        model: hash.
-        parents: nodes whose answers it needed; empty where nobody knows.
-        tools: hashes of the tools that ran before it, where they were told.
-        input_tokens: of its prompt.
-        at_s: when it arrived.
-    """
-
-    node: int
-    role: int
-    model: int
-    parents: tuple[int, ...]
-    tools: tuple[int, ...]
-    input_tokens: int
-    at_s: float
 
 
 class _Stage:
@@ -235,6 +212,6 @@ _FACTS: Mapping[str, set[str]] = {
 
 
 def export(graph: Any) -> dict[str, Any]:
-    """``graph`` as plain data in networkx' node-link form; ``networkx.node_link_graph`` reads it."""
+    """``graph`` as plain data: node-link form, which ``networkx.node_link_graph`` reads."""
     data: dict[str, Any] = networkx.node_link_data(graph, edges="edges")
     return data

@@ -29,6 +29,28 @@ class Pace(msgspec.Struct, frozen=True, array_like=True):
     token_s: float = 2e-4
 
 
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call that has arrived.
+
+    Attributes:
+        node: its own id in the program.
+        role: hash of what it is for; 0 where it was not told.
+        model: hash.
+        parents: nodes whose answers it needed; empty where nobody knows.
+        tools: hashes of the tools that ran before it, where they were told.
+        input_tokens: of its prompt.
+        at_s: when it arrived.
+    """
+
+    node: int
+    role: int
+    model: int
+    parents: tuple[int, ...]
+    tools: tuple[int, ...]
+    input_tokens: int
+    at_s: float
+
+
 class StageShape(msgspec.Struct, frozen=True, array_like=True):
     """One stage.
 

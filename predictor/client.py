@@ -14,6 +14,8 @@ import numpy as np
 
 from core.channel import DealerChannel
 from core.clock import Clock
+from core.names import name_hash
+from core.probe import ChannelProbe
 from predictor.calibration import MAX_FACTOR, NUM_BUCKETS, Factors
 from predictor.distribution import NUM_LEVELS, Points
 from predictor.features import Row
@@ -35,7 +37,6 @@ from predictor.protocol import (
     ToPredictor,
     client_codec,
     floats_of,
-    name_hash,
     points_of,
 )
 from predictor.tilt import MAX_WEIGHT, TILTED_BUCKETS, Tilts
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 HELLO_EVERY_S = 1.0
 """How often a client says that it is there: by then a new predictor has been noticed."""
 SILENT_AFTER_S = 5.0
-STATUS_EVERY_S = 0.05
 ASK_AGAIN_AFTER_S = 3.0
 MESSAGES_PER_POLL = 64
 """Most messages taken in by one call, and one with forecasts: the next call takes the next."""
@@ -319,30 +319,8 @@ class PredictorClient:
             )
 
 
-class PredictorProbe:
+class PredictorProbe(ChannelProbe[ToPredictor, FromPredictor, Status]):
     """What the launcher listens through: whether the predictor answers at all."""
 
     def __init__(self, address: str) -> None:
-        self._channel: DealerChannel[ToPredictor, FromPredictor] = DealerChannel(
-            address, client_codec()
-        )
-
-    def heard(self) -> bool:
-        """Ask again, and whether an answer has come since the last call."""
-        has_answer = bool(self._channel.receive(MESSAGES_PER_POLL))
-        self._channel.send(Hello())
-        return has_answer
-
-    def status(self, timeout_s: float) -> Status | None:
-        """Ask for the status and wait for it; for tests and tools, never in a frame."""
-        # Again and again: before the connection stands, what is sent is lost.
-        for _ in range(max(round(timeout_s / STATUS_EVERY_S), 1)):
-            self._channel.send(AskStatus())
-            if self._channel.wait(STATUS_EVERY_S):
-                for message in self._channel.receive(MESSAGES_PER_POLL):
-                    if isinstance(message, Status):
-                        return message
-        return None
-
-    def close(self) -> None:
-        self._channel.close()
+        super().__init__(address, client_codec(), Hello(), AskStatus(), Status)

@@ -5,7 +5,6 @@ version (``core.channel``). Names of models, tenants and nodes travel as hashes,
 numbers. Arrays are little-endian bytes: rows of ``float32``.
 """
 
-import hashlib
 from typing import Annotated
 
 import msgspec
@@ -127,17 +126,6 @@ def client_codec() -> Codec[ToPredictor, FromPredictor]:
 def server_codec() -> Codec[FromPredictor, ToPredictor]:
     """How the predictor reads and writes."""
     return Codec(magic=MAGIC, version=SCHEMA_VERSION, takes=ToPredictor)
-
-
-def name_hash(*names: str) -> int:
-    """A stable hash below 2**63 of some names; 0 where the last is empty."""
-    if not names or not names[-1]:
-        return 0
-    digest = hashlib.blake2b(digest_size=8)
-    for name in names:
-        data = name.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(4, "little") + data)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def floats_of(data: bytes, count: int) -> Row:

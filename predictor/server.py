@@ -12,9 +12,9 @@ from typing import assert_never
 import numpy as np
 
 from core.background import Job
-from core.channel import RouterChannel
 from core.checkpoint import CheckpointStore
 from core.clock import Clock
+from core.keeper import Keeper
 from predictor import state
 from predictor.distribution import Points
 from predictor.features import WORD_BUCKETS
@@ -45,12 +45,9 @@ from predictor.tilt import TILTED_BUCKETS
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PER_PASS = 16
 MAX_PENDING = 20_000
 """Requests that were forecast and have not ended; the oldest are forgotten first."""
 MAX_PEERS = 1024
-FIRST_CHECKPOINT_S = 5.0
-SAVE_LIMIT_S = 4.0
 MAX_WORDS = 64
 ENDINGS_PER_PASS = 8
 """Learning waits behind answering: a question must not queue behind many of these."""
@@ -87,8 +84,6 @@ class PredictorServer:
         self._send = send
         self._clock = clock
         self._session = session
-        self._store = store
-        self._checkpoint_every_s = checkpoint_every_s
         self._time_of_day_s = time_of_day_s
         self._pending: OrderedDict[tuple[bytes, str], Asked] = OrderedDict()
         self._calibration_of: OrderedDict[bytes, int] = OrderedDict()
@@ -96,11 +91,15 @@ class PredictorServer:
         self._backlog: deque[tuple[bytes, Ending]] = deque(maxlen=MAX_BACKLOG)
         self.counters: Counter[str] = Counter()
         self._fitting: tuple[Job[Forest], TrainingData, float] | None = None
-        self._saving: Job[object] | None = None
         self._next_fit_s = -float("inf")
-        self._next_save_s = clock.now_s() + min(FIRST_CHECKPOINT_S, checkpoint_every_s)
-        self._learnt_at_save = model.reservoir.num_added
-        self._is_save_trouble_told = False
+        self._keeper = Keeper(
+            store,
+            lambda: state.encode(model),
+            lambda: model.reservoir.num_added,
+            clock,
+            checkpoint_every_s,
+            self.counters,
+        )
 
     # Messages.
 
@@ -212,9 +211,8 @@ class PredictorServer:
         """Learn a little, fit and save where it is time to; call it in every pass."""
         for _ in range(min(ENDINGS_PER_PASS, len(self._backlog))):
             self._learn(*self._backlog.popleft())
-        now_s = self._clock.now_s()
-        self._tend_forest(now_s)
-        self._tend_checkpoint(now_s)
+        self._tend_forest(self._clock.now_s())
+        self._keeper.tend()
 
     def fit_now(self) -> None:
         """Fit before serving: the first forest. Without it the history forecasts alone."""
@@ -230,16 +228,7 @@ class PredictorServer:
         """Save what has been learnt, here and now: a fit that runs is given up."""
         while self._backlog:
             self._learn(*self._backlog.popleft())
-        if self._saving is not None and self._saving.wait(SAVE_LIMIT_S):
-            self._note_save(self._saving)
-        elif self._saving is not None:
-            self._learnt_at_save = -1
-        if self._store is None or self._model.reservoir.num_added == self._learnt_at_save:
-            return
-        try:
-            self._store.save(state.encode(self._model))
-        except (OSError, ValueError) as error:
-            logger.warning("checkpoint_failed error=%r: the one before stays", error)
+        self._keeper.close()
 
     def _tend_forest(self, now_s: float) -> None:
         if self._fitting is not None:
@@ -261,39 +250,6 @@ class PredictorServer:
             data = self._model.training_data()
             model = self._model
             self._fitting = (Job(lambda: model.fit_forest(data)), data, now_s)
-
-    def _tend_checkpoint(self, now_s: float) -> None:
-        if self._saving is not None and self._saving.is_done():
-            self._note_save(self._saving)
-        is_news = self._model.reservoir.num_added != self._learnt_at_save
-        if now_s >= self._next_save_s and self._saving is None and is_news:
-            self._next_save_s = now_s + self._checkpoint_every_s
-            self._save()
-
-    def _note_save(self, saving: "Job[object]") -> None:
-        """What became of a save that has ended."""
-        self._saving = None
-        try:
-            saving.result()
-        except Exception as error:
-            # Nothing of it is on the disk: it is news still.
-            self._learnt_at_save = -1
-            self.counters["failed_checkpoints"] += 1
-            if not self._is_save_trouble_told:
-                self._is_save_trouble_told = True
-                logger.warning("checkpoint_failed error=%r: learning goes on unsaved", error)
-        else:
-            self.counters["checkpoints"] += 1
-            self._is_save_trouble_told = False
-
-    def _save(self) -> None:
-        store = self._store
-        if store is None:
-            return
-        self._learnt_at_save = self._model.reservoir.num_added
-        # Encoded here, where nothing changes meanwhile; the slow disk is not the loop's.
-        payload = state.encode(self._model)
-        self._saving = Job(lambda: store.save(payload))
 
 
 def _request_of(question: Question) -> Request:
@@ -347,28 +303,3 @@ def restored_model(
         logger.warning("prior_unusable path=%s error=%s", state.PRIOR_PATH, error)
         return make(), "nothing"
     return model, "prior"
-
-
-class Loop:
-    """The socket, the server and when to end."""
-
-    def __init__(
-        self,
-        channel: RouterChannel[FromPredictor, ToPredictor],
-        server: PredictorServer,
-        is_over: Callable[[], bool],
-    ) -> None:
-        self._channel = channel
-        self._server = server
-        self._is_over = is_over
-
-    def run(self) -> None:
-        """Until ``is_over``, which is asked at least every quarter of a second."""
-        server = self._server
-        while not self._is_over():
-            if self._channel.wait(0.0 if server.is_behind else 0.25):
-                server.handle(self._channel.receive(MESSAGES_PER_PASS))
-            for kind in ("garbage", "version", "size", "unsent"):
-                server.counters[f"wire_{kind}"] = self._channel.counters[kind]
-            server.tend()
-        server.close()

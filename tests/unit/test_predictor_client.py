@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import core.probe as probe_module
 from core.channel import RouterChannel
 from core.clock import ManualClock
+from core.names import name_hash
 from predictor import client as client_module
 from predictor.book import LengthBook
 from predictor.calibration import MAX_FACTOR, NUM_BUCKETS
@@ -40,7 +42,6 @@ from predictor.protocol import (
     ToPredictor,
     features_of,
     floats_of,
-    name_hash,
     server_codec,
 )
 from predictor.tilt import MAX_WEIGHT, no_tilts
@@ -161,6 +162,7 @@ def ids(news: News) -> list[str]:
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
     Wire.made = []
     monkeypatch.setattr(client_module, "DealerChannel", Wire)
+    monkeypatch.setattr(probe_module, "DealerChannel", Wire)
     return Serving()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.channel import WireError
+from core.names import name_hash
 from predictor.distribution import MAX_TOKENS, NUM_POINTS, points_of_sample
 from predictor.features import MAX_VALUE, NUM_FEATURES
 from predictor.protocol import (
@@ -35,7 +36,6 @@ from predictor.protocol import (
     client_codec,
     features_of,
     floats_of,
-    name_hash,
     points_of,
     server_codec,
 )
@@ -191,7 +191,7 @@ def test_a_name_is_not_in_its_hash() -> None:
 def test_every_process_hashes_alike() -> None:
     # Python's own hash differs from process to process.
     code = (
-        "from predictor.protocol import name_hash; from predictor.features import cues_of;"
+        "from core.names import name_hash; from predictor.features import cues_of;"
         "print(name_hash('m', 'tenant'), *cues_of({'prompt': 'write a poem'}).words)"
     )
     seen = {

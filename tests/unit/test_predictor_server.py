@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core import keeper
 from core.checkpoint import CheckpointStore
 from core.clock import ManualClock
+from core.hosting import Loop
 from predictor import server as server_module
 from predictor.calibration import NUM_BUCKETS
 from predictor.distribution import NUM_LEVELS
@@ -47,7 +49,7 @@ from predictor.protocol import (
     points_of,
     server_codec,
 )
-from predictor.server import ENDINGS_PER_PASS, Loop, PredictorServer, restored_model
+from predictor.server import ENDINGS_PER_PASS, PredictorServer, restored_model
 from predictor.state import FORMAT_VERSION
 from predictor.tilt import TILTED_BUCKETS
 
@@ -187,6 +189,7 @@ def ids(messages: list[FromPredictor]) -> list[str]:
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     made = Desk()
     monkeypatch.setattr(server_module, "Job", made)
+    monkeypatch.setattr(keeper, "Job", made)
     return made
 
 

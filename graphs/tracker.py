@@ -1,0 +1,300 @@
+"""Programs that run: their graphs, what they match, and what is learnt once they are over.
+
+Pure: events and times come in, outlooks go out. Bounded: of too many programs those that have
+been quiet the longest are forgotten, unlearnt.
+"""
+
+from collections import Counter, OrderedDict
+from typing import assert_never
+
+from graphs.amortise import Amortisation, stage_due_s
+from graphs.matcher import Match, Remaining
+from graphs.protocol import Arrived, Closed, Event, Finished, Outlook
+from graphs.request_graph import RequestGraph
+from graphs.shape import Pace, StageShape
+from graphs.store import PatternStore
+
+DEFAULT_TIMEOUT_S = 600.0
+MAX_PROGRAMS = 10_000
+MAX_CALLS = 200_000
+"""Calls of all running programs together."""
+MAX_MATCHES = 2000
+"""Programs whose scores are kept; those of others are computed again when something happens."""
+MAX_HABITS = 4096
+
+
+class _Habit:
+    """How the programs of one application end."""
+
+    __slots__ = ("num_quiet", "num_told")
+
+    def __init__(self) -> None:
+        self.num_told = self.num_quiet = 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether one that only goes quiet has most likely not been finished."""
+        return self.num_told > self.num_quiet
+
+
+class Running:
+    """One program that runs."""
+
+    __slots__ = (
+        "application",
+        "deadline_at_s",
+        "done_s",
+        "graph",
+        "heard_s",
+        "is_final",
+        "is_partial",
+        "is_wrong",
+        "match",
+        "opened_s",
+        "pace",
+        "peers",
+    )
+
+    def __init__(self, arrived: Arrived, pace: Pace) -> None:
+        self.application = arrived.application
+        self.opened_s, self.deadline_at_s = arrived.opened_s, arrived.deadline_at_s
+        self.graph = RequestGraph()
+        self.match: Match | None = None
+        self.done_s = 0.0
+        """Execution time of the stages that ``match`` has counted."""
+        self.pace = pace
+        self.heard_s = 0.0
+        self.is_final = False
+        """Its last stage has begun."""
+        self.is_partial = arrived.place > 0
+        """Its beginning is not known: nothing can be told of it or learnt from it."""
+        self.is_wrong = False
+        """A stage has changed that ``match`` has counted."""
+        self.peers: set[bytes] = set()
+
+
+class Tracker:
+    """All running programs against one store.
+
+    Args:
+        timeout_s: a program of which nothing is heard for so long, while none of its calls is
+            live, is over.
+    """
+
+    def __init__(
+        self,
+        store: PatternStore,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        how: Amortisation = Amortisation.ACCUMULATED,
+        max_programs: int = MAX_PROGRAMS,
+    ) -> None:
+        self.store = store
+        self._timeout_s = timeout_s
+        self._how = how
+        self._max_programs = max_programs
+        self._running: OrderedDict[int, Running] = OrderedDict()
+        """The longest quiet first."""
+        self._matched: OrderedDict[int, None] = OrderedDict()
+        self._habits: OrderedDict[int, _Habit] = OrderedDict()
+        self._changed: dict[int, None] = {}
+        self._num_calls = 0
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, program: int) -> Running | None:
+        """A running program."""
+        return self._running.get(program)
+
+    # Events.
+
+    def take(self, event: Event, pace: Pace, now_s: float, peer: bytes = b"") -> None:
+        """Something has happened, and ``peer`` wants to know what follows from it."""
+        self.counters["events"] += 1
+        running = self._running.get(event.program)
+        if running is None and isinstance(event, Arrived):
+            running = self._open(event, pace)
+        if running is None:
+            self.counters["unknown_programs"] += 1
+            return
+        self._running.move_to_end(event.program)
+        running.heard_s, running.pace = now_s, pace
+        running.peers.add(peer)
+        match event:
+            case Arrived():
+                self._arrived(running, event)
+            case Finished():
+                self._finished(running, event, now_s)
+            case Closed(is_cancelled=is_cancelled):
+                self._close(event.program, now_s, is_told=True, is_over=not is_cancelled)
+            case _:
+                assert_never(event)
+        if event.program in self._running:
+            self._changed[event.program] = None
+
+    def outlooks(self) -> list[tuple[Running, Outlook]]:
+        """The newest outlook of each program that something has happened to since the last call."""
+        changed, self._changed = self._changed, {}
+        found = []
+        for program in changed:
+            running = self._running.get(program)
+            if running is not None and not running.is_partial:
+                found.append((running, self._outlook(program, running)))
+        return found
+
+    def expire(self, now_s: float) -> None:
+        """Close what has been quiet for too long; drop what is too much."""
+        while self._running:
+            program, running = next(iter(self._running.items()))
+            is_many = len(self._running) > self._max_programs or self._num_calls > MAX_CALLS
+            # A clock that has jumped back is no reason to close everything, nor to wait for ever.
+            quiet_s = now_s - running.heard_s
+            if quiet_s < 0:
+                running.heard_s = now_s
+            if quiet_s < self._timeout_s and not is_many:
+                return
+            if running.graph.num_live and quiet_s < 10 * self._timeout_s and not is_many:
+                # A call takes its time; but its end may have got lost.
+                running.heard_s = now_s
+                self._running.move_to_end(program)
+                continue
+            self.counters["quiet" if not is_many else "dropped"] += 1
+            self._close(program, now_s, is_told=False, is_over=not is_many)
+
+    def _open(self, arrived: Arrived, pace: Pace) -> Running:
+        running = self._running[arrived.program] = Running(arrived, pace)
+        self.counters["opened"] += 1
+        self.counters["partial"] += running.is_partial
+        return running
+
+    def _arrived(self, running: Running, event: Arrived) -> None:
+        if running.graph.knows(event.call.node):
+            # Said again by a client that was not sure.
+            self.counters["repeated"] += 1
+            return
+        self._num_calls += 1
+        stage = running.graph.arrived(event.call)
+        running.is_final |= event.is_final
+        if running.match is not None and stage < running.match.num_stages:
+            running.is_wrong = True
+
+    def _finished(self, running: Running, event: Finished, now_s: float) -> None:
+        graph = running.graph
+        stage = graph.ended(
+            event.node, event.output_tokens, event.at_s, has_failed=event.has_failed
+        )
+        if stage < 0:
+            self.counters["unknown_calls"] += 1
+        elif running.is_final and not graph.num_live:
+            self._close(event.program, now_s, is_told=True, is_over=True)
+
+    # Ends.
+
+    def _close(self, program: int, now_s: float, *, is_told: bool, is_over: bool) -> None:
+        """A program is over; learn from it if it came to its end."""
+        running = self._running.pop(program)
+        self._matched.pop(program, None)
+        self._changed.pop(program, None)
+        self._num_calls -= running.graph.num_calls
+        graph = running.graph
+        is_good = is_over and not graph.has_failed and not graph.num_live
+        if not is_good or running.is_partial or not graph.num_stages:
+            self.counters["unlearnt"] += 1
+            return
+        habit = self._habit_of(running.application)
+        habit.num_told += is_told
+        habit.num_quiet += not is_told
+        if not is_told and habit.tells:
+            # Its kind says when it is over: most likely its client has gone away.
+            self.counters["unlearnt"] += 1
+            return
+        if running.match is not None and running.match.pack is self.store.pack:
+            self.store.used(running.match.best(), now_s)
+        self.store.add(graph.shape(running.application), now_s)
+        self.counters["learnt"] += 1
+
+    def _habit_of(self, application: int) -> _Habit:
+        habit = self._habits.get(application)
+        if habit is None:
+            habit = self._habits[application] = _Habit()
+        self._habits.move_to_end(application)
+        while len(self._habits) > MAX_HABITS:
+            self._habits.popitem(last=False)
+        return habit
+
+    # Matching.
+
+    def _outlook(self, program: int, running: Running) -> Outlook:
+        graph = running.graph
+        match = self._matched_up(program, running)
+        stage = match.num_stages
+        opened = graph.stage(stage)
+        is_between = stage == graph.num_stages - 1 and not graph.num_live_in(stage)
+        if running.is_final:
+            remaining: Remaining | None = None
+        elif is_between:
+            match = match.copy()
+            match.close_stage(opened)
+            remaining = match.outlook(running.pace)
+        else:
+            remaining = match.outlook(running.pace, opened)
+        if remaining is None:
+            # Of its last stage everything is known: nothing follows.
+            due_s = running.deadline_at_s if running.is_final else None
+            return Outlook(program, graph.num_calls, stage, running.is_final, stage_due_s=due_s)
+        return Outlook(
+            program,
+            graph.num_calls,
+            stage,
+            is_known=True,
+            calls=remaining.calls + remaining.missing_calls,
+            stages=remaining.stages,
+            input_tokens=remaining.input_tokens + remaining.missing_input_tokens,
+            output_tokens=remaining.output_tokens + remaining.missing_output_tokens,
+            stage_tokens=remaining.longest_tokens,
+            tool_s=remaining.tool_s,
+            stage_due_s=None if is_between else self._due_s(running, stage, opened, remaining),
+            next_call_s=_next_call_s(graph, stage, remaining) if is_between else None,
+        )
+
+    def _matched_up(self, program: int, running: Running) -> Match:
+        """The match of a program, up to the first stage that is not over."""
+        match = running.match
+        if match is None or match.pack is not self.store.pack or running.is_wrong:
+            match = running.match = Match(self.store.pack, running.application)
+            running.done_s, running.is_wrong = 0.0, False
+        self._matched[program] = None
+        self._matched.move_to_end(program)
+        while len(self._matched) > MAX_MATCHES:
+            old = self._running.get(self._matched.popitem(last=False)[0])
+            if old is not None:
+                old.match = None
+        graph = running.graph
+        while match.num_stages < graph.num_stages - 1 and not graph.num_live_in(match.num_stages):
+            stage = graph.stage(match.num_stages)
+            running.done_s += stage.time_s(running.pace)
+            match.close_stage(stage)
+        return match
+
+    def _due_s(
+        self, running: Running, stage: int, opened: StageShape, remaining: Remaining
+    ) -> float:
+        # The tools before it have run: what is shared out from its first call on is the rest.
+        stage_s = max(remaining.stage_s - opened.tool_s, 0.0)
+        return stage_due_s(
+            self._how,
+            opened_s=running.opened_s,
+            deadline_at_s=running.deadline_at_s,
+            started_s=running.graph.started_s(stage),
+            before_s=running.done_s + opened.tool_s,
+            stage_s=stage_s,
+            later_s=remaining.later_s,
+        )
+
+
+def _next_call_s(graph: RequestGraph, stage: int, remaining: Remaining) -> float | None:
+    if remaining.stages < 0.5:
+        return None
+    return graph.ended_s(stage) + remaining.next_tool_s
