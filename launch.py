@@ -17,16 +17,18 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from core.channel import MAX_ADDRESS_BYTES
 from core.clock import MonotonicClock
-from core.service import SupervisedService
+from core.service import Probe, SupervisedService
 from engine import demo_model
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
 from engine.runtime.settings import STOCK_POLICY
+from graphs.client import GraphsProbe
 from predictor.client import PredictorProbe
 
 EXIT_FAILED = 1
@@ -116,31 +118,30 @@ def _say(message: str) -> None:
 
 
 class Services:
-    """The processes beside the server; so far the length predictor.
+    """The processes beside the server: the length predictor and the one that foresees programs.
 
     What is wrong with them costs forecasts and a line of warning, never the server.
     """
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.server_flags: list[str] = []
-        self._folder: Path | None = None
-        self._predictor: SupervisedService | None = None
+        self._args = args
+        self._model = model
+        self._folders: list[Path] = []
+        self._running: list[SupervisedService] = []
         self._held: list[str] | None = []
         """Lines for when the server is ready; if it never is, its last words are the last."""
-        if args.predictor != "on" or args.policy == STOCK_POLICY:
+        if args.policy == STOCK_POLICY:
             return
-        try:
-            self._predictor = self._make_predictor(args, model)
-        except (OSError, ValueError, RuntimeError) as error:
-            _say(f"serving without the length predictor: {error}")
-            # Behind what the user gave: an address of his own would not go with "off".
-            self.server_flags = ["--predictor", "off", "--predictor-address", ""]
-            self._remove_folder()
+        own = ["--quantile", str(args.length_quantile)]
+        self._add("predictor", "length predictor", PredictorProbe, own)
+        own = ["--program-timeout", str(args.program_timeout)]
+        self._add("graphs", "graphs process", GraphsProbe, own)
 
     def tick(self) -> None:
         """Look after them; call it a few times a second."""
-        if self._predictor is not None:
-            self._predictor.tick()
+        for service in self._running:
+            service.tick()
 
     def server_is_ready(self) -> None:
         """From now on what there is to say of them is said at once."""
@@ -156,37 +157,56 @@ class Services:
 
     def stop(self) -> None:
         """End them and take their sockets away."""
-        if self._predictor is not None:
-            self._predictor.stop()
-        self._remove_folder()
+        for service in self._running:
+            service.stop()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _make_predictor(self, args: argparse.Namespace, model: str) -> SupervisedService:
-        address = args.predictor_address
-        command = [sys.executable, "-m", "predictor"]
-        if not address:
-            # Readable by this user only: whoever can write to the socket can teach the predictor.
-            self._folder = _socket_folder()
-            address = f"ipc://{self._folder / 'predictor'}"
-            self.server_flags = ["--predictor-address", address]
-            command += ["--owned-folder", str(self._folder)]
-        command += ["--address", address, "--quantile", str(args.length_quantile)]
-        command += ["--parent", str(os.getpid())]
-        state = args.predictor_state or str(_state_folder(model))
-        if state != "none":
-            command += ["--state-dir", state]
-        return SupervisedService(
-            "length predictor",
-            command,
-            lambda: PredictorProbe(address),
-            MonotonicClock(),
-            self._tell,
-            # Its arrays are small; more threads would only take the engine's cores.
-            {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+    def _add(
+        self, name: str, title: str, make_probe: Callable[[str], Probe], own: list[str]
+    ) -> None:
+        """Set up one of them, if it is to be had.
 
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        Args:
+            name: of its package and of its flags.
+            title: what it is called in what is said of it.
+            own: arguments that only it takes.
+        """
+        if getattr(self._args, name) != "on":
+            return
+        folder: Path | None = None
+        try:
+            address = getattr(self._args, f"{name}_address")
+            command = [sys.executable, "-m", name]
+            if not address:
+                # Readable by this user only: whoever can write to the socket can teach it.
+                folder = _socket_folder()
+                address = f"ipc://{folder / name}"
+                command += ["--owned-folder", str(folder)]
+            command += ["--address", address, *own, "--parent", str(os.getpid())]
+            state = getattr(self._args, f"{name}_state") or str(_state_folder(name, self._model))
+            if state != "none":
+                command += ["--state-dir", state]
+            service = SupervisedService(
+                title,
+                command,
+                lambda: make_probe(address),
+                MonotonicClock(),
+                self._tell,
+                # Its arrays are small; more threads would only take the engine's cores.
+                {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            _say(f"serving without the {title}: {error}")
+            # Behind what the user gave: an address of his own would not go with "off".
+            self.server_flags += [f"--{name}", "off", f"--{name}-address", ""]
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+        self._running.append(service)
+        if folder is not None:
+            self._folders.append(folder)
+            self.server_flags += [f"--{name}-address", address]
 
 
 def _socket_folder() -> Path:
@@ -198,12 +218,12 @@ def _socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="jitserve-", dir="/tmp"))
 
 
-def _state_folder(model: str) -> Path:
+def _state_folder(service: str, model: str) -> Path:
     """Where what is learnt of a model is kept: models must not mix."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name)[:64] or "model"
     digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return cache / "jitserve" / "predictor" / f"{name}-{digest}"
+    return cache / "jitserve" / service / f"{name}-{digest}"
 
 
 class Supervisor:

@@ -36,7 +36,7 @@ def server(policy: str, flags: list[str], model: str = "demo") -> Iterator[str]:
     command = [sys.executable, "launch.py", "--model", model, "--port", str(port)]
     command += ["--policy", policy, "--sleep-on-idle", "--log-level", "warning"]
     # What one run has learnt must not help the next.
-    command += ["--predictor-state", "none", *flags]
+    command += ["--predictor-state", "none", "--graphs-state", "none", *flags]
     with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix=f"bench-{policy}-") as log:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)

@@ -10,6 +10,8 @@ from typing import Literal, assert_never
 
 import msgspec
 
+from core.programs import ProgramOutcome
+
 
 class OnMiss(enum.StrEnum):
     """What becomes of a deadline or compound request whose deadline has passed."""
@@ -44,6 +46,10 @@ class CompoundSlo(msgspec.Struct, frozen=True, tag="compound"):
     final: bool = False
     program_age_s: float = 0.0
     """How long before this call the program's first call arrived."""
+    application: str = ""
+    """What the program is an instance of, where it was told."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that ran before this call, where they were told."""
 
 
 class BestEffortSlo(msgspec.Struct, frozen=True, tag="best_effort"):
@@ -81,6 +87,12 @@ class RequestTerms(msgspec.Struct, frozen=True):
     tenant: str = ""
     closes_program: str = ""
     """The program whose last call this is, where it does not share the program's deadline."""
+
+
+def program_of(terms: RequestTerms) -> str:
+    """The id of the program that a request is a call of; empty for none."""
+    slo = terms.slo
+    return slo.program_id if isinstance(slo, CompoundSlo) else terms.closes_program
 
 
 def slo_type(slo: Slo) -> SloType:
@@ -135,6 +147,8 @@ class SloOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     program_id: str | None = None
     reason: str | None = None
     """Why it ended other than by finishing."""
+    program: ProgramOutcome | None = None
+    """The whole program so far, with this call."""
 
 
 class OutcomeTracker:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from core.programs import ProgramBook
 from core.slo import (
     BestEffortSlo,
     CompoundSlo,
@@ -20,6 +21,7 @@ from core.slo import (
     RequestTerms,
     Slo,
 )
+from core.tools import tool_names
 
 MAX_TIME_S = 366 * 24 * 3600.0
 """Longest time a field takes: a year. Beyond that a unit was mistaken."""
@@ -54,7 +56,8 @@ SLO_FIELDS: dict[str, dict[str, Any]] = {
         "type": "string",
         "minLength": 1,
         "maxLength": MAX_NAME_CHARS,
-        "description": "Calls that share an id form one request with one deadline.",
+        "description": "Calls that share an id form one request with one deadline. "
+        "POST /slo/programs/end or /slo/programs/cancel ends it.",
     },
     "parents": {
         "type": "array",
@@ -66,7 +69,22 @@ SLO_FIELDS: dict[str, dict[str, Any]] = {
         "type": "string",
         "minLength": 1,
         "maxLength": MAX_NAME_CHARS,
-        "description": "This call's name inside its program.",
+        "description": "This call's name inside its program. What comes before a # is its role: "
+        "calls of the same role do the same in their programs.",
+    },
+    "application": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": MAX_NAME_CHARS,
+        "description": "What the program is an instance of: its shape is foretold from programs "
+        "of the same application.",
+    },
+    "tools_run": {
+        "type": "array",
+        "maxItems": MAX_PARENTS,
+        "items": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+        "description": "Names of the tools that ran before this call. Where messages carry tool "
+        "results, it is read from them.",
     },
     "final": {
         "type": "boolean",
@@ -134,41 +152,6 @@ class SloDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             _seconds("waiting_time", self.waiting_time)
 
 
-class ProgramClock(NamedTuple):
-    """When a program's first call arrived and when the whole program is due, absolute."""
-
-    opened_s: float
-    deadline_at_s: float
-
-
-class ProgramDeadlines:
-    """Running programs by tenant and id; the first call sets the deadline of all.
-
-    Bounded: the least recently used program is forgotten first, so a program that goes
-    quiet while very many others are active may get a new deadline.
-    """
-
-    def __init__(self, max_programs: int = 10_000) -> None:
-        self._programs: dict[tuple[str, str], ProgramClock] = {}
-        self._max_programs = max_programs
-
-    def join(self, tenant: str, program_id: str, now_s: float, deadline_s: float) -> ProgramClock:
-        """A call of the program arrives; ``deadline_s`` counts where it is the first."""
-        key = (tenant, program_id)
-        clock = self._programs.pop(key, ProgramClock(now_s, now_s + deadline_s))
-        self._programs[key] = clock
-        while len(self._programs) > self._max_programs:
-            del self._programs[next(iter(self._programs))]
-        return clock
-
-    def close(self, tenant: str, program_id: str) -> None:
-        """Forget a program: its final call has arrived."""
-        self._programs.pop((tenant, program_id), None)
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-
 class _Named(NamedTuple):
     """A value and the name under which the sender gave it."""
 
@@ -180,7 +163,7 @@ def read_terms(
     body: Mapping[str, Any],
     headers: Mapping[str, str],
     defaults: SloDefaults,
-    programs: ProgramDeadlines,
+    programs: ProgramBook,
     now_s: float,
     tenant: str = "",
 ) -> RequestTerms:
@@ -193,6 +176,7 @@ def read_terms(
 
     Raises:
         FieldError: a value is not what its field takes, or two fields contradict each other.
+        ProgramCancelledError: a call of a program that its client has cancelled.
     """
     given = _gather(body, headers)
     tenant = _tenant(body, headers, tenant)
@@ -215,6 +199,20 @@ def read_terms(
     return RequestTerms(now_s, slo, waiting_time_s, on_miss, tenant, closes_program)
 
 
+def read_program(
+    body: Mapping[str, Any], headers: Mapping[str, str], tenant: str
+) -> tuple[str, str]:
+    """Tenant and id of the program that a request to end one is about. Raises FieldError.
+
+    Args:
+        tenant: who is asking, where neither a header nor ``user`` says.
+    """
+    for header, field in _NAME_HEADERS.items():
+        if header in headers and field == "program_id":
+            return _tenant(body, headers, tenant), _name(header, headers[header])
+    return _tenant(body, headers, tenant), _name("program_id", body.get("program_id"))
+
+
 def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _Named]:
     given = {name: _Named(name, body[name]) for name in SLO_FIELDS if body.get(name) is not None}
     for header, field in _MS_HEADERS.items():
@@ -223,6 +221,8 @@ def _gather(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, _N
     for header, field in _NAME_HEADERS.items():
         if header in headers:
             given[field] = _Named(header, headers[header])
+    if "program_id" in given and (tools := tool_names(body)):
+        given.setdefault("tools_run", _Named("tools_run", tools))
     return given
 
 
@@ -231,14 +231,14 @@ def _slo(
     *,
     is_stream: bool,
     defaults: SloDefaults,
-    programs: ProgramDeadlines,
+    programs: ProgramBook,
     now_s: float,
     tenant: str,
 ) -> Slo:
     latency = given.get("target_ttft") or given.get("target_tbt")
     deadline = given.get("deadline")
     program = given.get("program_id")
-    for name in ("parents", "node", "final"):
+    for name in ("parents", "node", "final", "application", "tools_run"):
         if name in given and program is None:
             raise FieldError(name, "belongs to a program; give program_id too")
     if latency is not None and deadline is not None and program is None:
@@ -275,7 +275,7 @@ def _reasoning(given: Mapping[str, _Named], deadline: _Named) -> ReasoningSlo:
 def _last_stream(
     given: Mapping[str, _Named],
     defaults: SloDefaults,
-    programs: ProgramDeadlines,
+    programs: ProgramBook,
     now_s: float,
     tenant: str,
 ) -> LatencySlo:
@@ -291,7 +291,13 @@ def _last_stream(
         )
     slo = _latency(given, defaults)
     program_id = _name(*given["program_id"])
-    for name, check in (("parents", _parents), ("node", _name)):
+    checks = (
+        ("parents", _names),
+        ("node", _name),
+        ("application", _name),
+        ("tools_run", _names),
+    )
+    for name, check in checks:
         if name in given:
             check(*given[name])
     programs.close(tenant, program_id)
@@ -301,13 +307,15 @@ def _last_stream(
 def _compound(
     given: Mapping[str, _Named],
     defaults: SloDefaults,
-    programs: ProgramDeadlines,
+    programs: ProgramBook,
     now_s: float,
     tenant: str,
 ) -> CompoundSlo:
     program_id = _name(*given["program_id"])
     deadline = given.get("deadline", _Named("deadline", defaults.deadline))
-    parents = _parents(*given["parents"]) if "parents" in given else ()
+    parents = _names(*given["parents"]) if "parents" in given else ()
+    application = _name(*given["application"]) if "application" in given else ""
+    tools = _names(*given["tools_run"]) if "tools_run" in given else ()
     node = _name(*given["node"]) if "node" in given else ""
     is_final = _boolean(*given["final"]) if "final" in given else False
     clock = programs.join(tenant, program_id, now_s, _seconds(*deadline))
@@ -320,6 +328,8 @@ def _compound(
         node,
         is_final,
         program_age_s=now_s - clock.opened_s,
+        application=application,
+        tools=tools,
     )
 
 
@@ -366,9 +376,9 @@ def _name(name: str, value: Any) -> str:
     return value
 
 
-def _parents(name: str, value: Any) -> tuple[str, ...]:
+def _names(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > MAX_PARENTS:
-        raise FieldError(name, f"takes a list of at most {MAX_PARENTS} node names")
+        raise FieldError(name, f"takes a list of at most {MAX_PARENTS} names")
     return tuple(_name(f"{name}[{index}]", parent) for index, parent in enumerate(value))
 
 

@@ -71,7 +71,8 @@ class Remaining(msgspec.Struct, frozen=True):
         tool_s: tool time before those stages, added up.
         missing_calls: calls of the open stage that have not arrived yet.
         missing_input_tokens, missing_output_tokens: of those calls together.
-        next_tool_s: tool time before the next stage, where there is one.
+        next_tool_s: tool time before the next stage that has not begun.
+        next_input_tokens: of that stage's calls together.
         num_patterns: patterns that still fit.
     """
 
@@ -87,6 +88,7 @@ class Remaining(msgspec.Struct, frozen=True):
     missing_input_tokens: float
     missing_output_tokens: float
     next_tool_s: float
+    next_input_tokens: float
     num_patterns: int
 
 
@@ -226,5 +228,6 @@ class _Mixture:
             missing_input_tokens=float((now * missing * per_call * values[INPUT]).sum()),
             missing_output_tokens=float((now * missing * per_call * values[OUTPUT]).sum()),
             next_tool_s=float((following * values[TOOL]).sum()),
+            next_input_tokens=float((following * values[INPUT]).sum()),
             num_patterns=num_patterns,
         )

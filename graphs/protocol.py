@@ -25,7 +25,7 @@ MAX_NAMES = 256
 MAX_TOKENS = 1 << 30
 MAX_TIME_S = 1e12
 
-_Hash = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+_Hash = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
@@ -101,6 +101,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
         stage_due_s: absolute sub-deadline of the live stage; None between two stages.
         next_call_s: absolute: when the next stage is expected to begin; None during a stage or
             where none is expected.
+        next_input_tokens: of that stage's calls together.
     """
 
     program: int
@@ -115,6 +116,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
     tool_s: float = 0.0
     stage_due_s: float | None = None
     next_call_s: float | None = None
+    next_input_tokens: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -186,6 +188,7 @@ def check_outlook(outlook: Outlook) -> None:
         outlook.output_tokens,
         outlook.stage_tokens,
         outlook.tool_s,
+        outlook.next_input_tokens,
     )
     times = [at for at in (outlook.stage_due_s, outlook.next_call_s) if at is not None]
     if not (all(0 <= amount <= MAX_TIME_S for amount in amounts) and _are_times(times)):

@@ -257,6 +257,7 @@ class Tracker:
             tool_s=remaining.tool_s,
             stage_due_s=None if is_between else self._due_s(running, stage, opened, remaining),
             next_call_s=_next_call_s(graph, stage, remaining) if is_between else None,
+            next_input_tokens=remaining.next_input_tokens if is_between else 0.0,
         )
 
     def _matched_up(self, program: int, running: Running) -> Match:

@@ -5,6 +5,7 @@ import math
 import msgspec
 
 from scheduler.policies import CHOICES, POLICIES
+from scheduler.programs import DEFAULT_TIMEOUT_S
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A request chosen in so many frames without its KV fitting gets what comes free next."""
     starvation_frames: int = 600
     """A request passed over for so many frames goes first, an eighth of the batch at a time."""
+    program_timeout_s: float = DEFAULT_TIMEOUT_S
+    """A program without a call for so long is over."""
     max_decode_pause_s: float = 0.25
     """Prefill may keep running requests from decoding for about this long at a time."""
     goodput: str = "token"
@@ -44,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("frame_steps", "turns_per_frame", "reserve_after_frames", "starvation_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("frame_s", "max_decode_pause_s"):
+        for name in ("frame_s", "max_decode_pause_s", "program_timeout_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} must be a number of seconds above 0")
         if not 0 < self.length_quantile < 1:

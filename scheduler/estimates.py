@@ -37,6 +37,8 @@ class FrameContext:
     frame_s: float
     average_tokens: float = 256.0
     """Mean output tokens of all finished answers."""
+    foreseen_kv_tokens: float = 0.0
+    """Input of calls that are expected in this frame and have not arrived."""
     tenant_service: Floats | None = None
     """Attained service by tenant index."""
 
@@ -203,8 +205,11 @@ class Estimates:
         if is_call.any():
             program = np.maximum(rows.program[index], 0)
             stage = programs.stages_to_come * self.context.average_tokens
-            later = (programs.column("future_stage") + stage)[program]
-            later_s = np.where(is_call, later * step_s, 0.0)
+            _, _, _, prefill_s, _ = self.context.step_time.coefficients
+            later_s = (programs.column("future_stage") + stage) * step_s
+            later_s = later_s + programs.column("future_in") * prefill_s
+            later_s = (later_s + programs.column("future_tool_s"))[program]
+            later_s = np.where(is_call, later_s, 0.0)
         budget = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - later_s
         fraction[index] = self._remaining.fits_fraction(budget / step_s, index)
         slack_s[index] = np.clip(budget - mean * step_s, -MAX_S, MAX_S)
@@ -215,9 +220,11 @@ class Estimates:
         """Calls of one program count as one: its whole value over all its engine seconds.
 
         Completing a single call does not advance the stage, so every live call of a program
-        gets the program's value density, the chance of its unlikeliest call and the least
-        slack. What earlier calls gave counts, and what a pattern match still expects; without
-        a match, as much for each stage still to come as the stages so far have had on average.
+        gets the program's value density and the chance of its unlikeliest call. Slack is each
+        call's own: the straggler, which the stage waits for, has the least and so comes first,
+        and who will be done long before it may rest. What earlier calls gave counts, and what a
+        pattern match still expects; without a match, as much for each stage still to come as
+        the stages so far have had on average.
         """
         rows, programs = self.rows, self.context.programs
         calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
@@ -248,13 +255,13 @@ class Estimates:
         density = worth / np.maximum(total(self.engine_s[calls]) + future_s, MIN_ENGINE_S)
         chance = np.ones(size)
         np.minimum.at(chance, program, expected.in_time_fraction[calls])
-        slack = np.full(size, MAX_S)
-        np.minimum.at(slack, program, expected.slack_s[calls])
-        stage_slack_s = programs.column("stage_due_s") - self.context.now_s
+        own_s = self.prefill_s[calls] + self.mean_tokens[calls] * self.context.step_s
+        due_s = programs.column("stage_due_s")[program]
+        stage_slack_s = np.maximum(due_s - self.context.now_s - own_s, 0.0)
         full, fraction = expected.full_value.copy(), expected.in_time_fraction.copy()
         slack_s, whole = expected.slack_s.copy(), expected.full_value.copy()
         whole[calls] = worth[program]
         full[calls] = density[program] * self.engine_s[calls]
         fraction[calls] = chance[program]
-        slack_s[calls] = np.minimum(slack[program], np.maximum(stage_slack_s[program], 0.0))
+        slack_s[calls] = np.minimum(expected.slack_s[calls], stage_slack_s)
         return Expected(full, fraction, slack_s, whole)

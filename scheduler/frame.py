@@ -38,6 +38,7 @@ from scheduler.request import Request
 from scheduler.step_time import StepObservation, StepTimeModel
 from scheduler.table import (
     BEST_EFFORT,
+    COMPOUND,
     LATENCY,
     MAX_FRAMES,
     PARKED,
@@ -51,6 +52,7 @@ from scheduler.table import (
 from scheduler.tenants import Tenants
 
 RELAXED_PAUSE_FACTOR = 20.0
+MAX_NEW_CALLS = 64
 EARLY_MOVES_FRACTION = 0.5
 """Of the moves that a frame has left, how many an early boundary may make."""
 
@@ -88,7 +90,7 @@ class FrameManager:
         self.last_plan: FramePlan | None = None
         self.last_frame_plan: FramePlan | None = None
         self.table = RequestTable()
-        self.programs = Programs()
+        self.programs = Programs(timeout_s=config.program_timeout_s)
         self.tenants = Tenants()
         self._fair = fair
         self._live: dict[str, Request] = {}
@@ -110,6 +112,8 @@ class FrameManager:
         """Arrived or preempted since the last frame boundary: not in its ranking."""
         self._new_streams: list[tuple[float, int, Request]] = []
         """A heap of the streams among them by when their first token is due."""
+        self._new_calls: list[Request] = []
+        """The calls of programs among them, up to ``MAX_NEW_CALLS``."""
         self._reserve: list[Request] = []
         """The best of the last frame that were not chosen, best first."""
         self._line: list[Request] = []
@@ -158,6 +162,8 @@ class FrameManager:
         if request.is_latency:
             entry = (request.next_due_s(), request.serial, request)
             heapq.heappush(self._new_streams, entry)
+        elif self.table.kind[row] == COMPOUND and len(self._new_calls) < MAX_NEW_CALLS:
+            self._new_calls.append(request)
         self._has_news = True
         return request
 
@@ -180,9 +186,13 @@ class FrameManager:
         table.points[row] = points
         table.has_forecast[row] = table.is_stale[row] = True
 
-    def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook) -> None:
-        """What a pattern match expects of a program's calls still to come."""
+    def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook | None) -> None:
+        """What a pattern match expects of a program's calls still to come; None: nothing fits."""
         self.programs.expect(tenant, program_id, outlook)
+
+    def program_closed(self, tenant: str, program_id: str) -> None:
+        """Its client has said that no call of it will follow."""
+        self.programs.close(tenant, program_id)
 
     def answer_began(self, request_id: str) -> None:
         """A reasoning request has done thinking: from its next token on it is a stream.
@@ -263,6 +273,7 @@ class FrameManager:
                 program,
                 input_tokens=request.input_tokens if is_finished else 0,
                 output_tokens=request.generated_tokens if is_finished else 0,
+                now_s=self._now_s,
             )
         self.tenants.leave(tenant)
         self.table.remove(row, state)
@@ -324,6 +335,20 @@ class FrameManager:
 
     def live(self) -> Iterator[Request]:
         return iter(self._live.values())
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return self.table.count[RUNNING]
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Of the requests in the batch; 0 where nothing runs."""
+        table = self.table
+        running = table.in_state(RUNNING)
+        if not running.size:
+            return 0.0
+        return float((table.input_tokens[running] + table.generated_tokens[running]).mean())
 
     def count(self, state: RequestState) -> int:
         """Live requests in a state."""
@@ -398,7 +423,7 @@ class FrameManager:
         is_timer_due = self._is_timer_due(now_s)
         if is_boundary:
             plan = self._plan_frame(now_s, capacity, is_early=False)
-        elif self._steps_in_frame >= self._next_early_step and self._is_first_token_at_risk(now_s):
+        elif self._steps_in_frame >= self._next_early_step and self._is_newcomer_at_risk(now_s):
             plan = self._plan_frame(now_s, capacity, is_early=True)
         elif has_room or is_timer_due:
             plan = self._plan_backfill(now_s, capacity, limit)
@@ -417,7 +442,7 @@ class FrameManager:
         return min(self._size, capacity.max_batch) if self._is_limited else capacity.max_batch
 
     def _plan_frame(self, now_s: float, capacity: EngineCapacity, *, is_early: bool) -> FramePlan:
-        """A boundary; an early one lets a stream in whose first token cannot wait for it.
+        """A boundary; an early one lets a newcomer in that cannot wait for the frame to end.
 
         An early one moves few, and the frame goes on: neither waiting nor the cutoff is
         counted by it, or quick little streams would make the frames short for everybody.
@@ -445,6 +470,7 @@ class FrameManager:
             table.frame_quota[self._live[request_id].row] = tokens
         self._news.clear()
         self._new_streams.clear()
+        self._new_calls.clear()
         keep = 2 * capacity.max_batch + 64
         self._reserve = [table.requests[row] for row in draft.reserve[:keep].tolist()]
         self._line = [self._live[request_id] for request_id in plan.line]
@@ -463,6 +489,7 @@ class FrameManager:
             is_contended = self._was_contended and not self._was_idle
             self.policy.tuner.frame(earned, elapsed_s, is_contended=is_contended)
         self._was_idle = False
+        self.programs.expire(now_s)
         if self.last_frame_plan is not None:
             self._note_refused(self.last_frame_plan.admit)
 
@@ -616,6 +643,7 @@ class FrameManager:
         held = table.in_state(RUNNING, PARKED)
         near = held if held.size else rows
         contexts = table.input_tokens[near] + table.generated_tokens[near]
+        frame_end_s = now_s + self.config.frame_s
         return FrameContext(
             now_s=now_s,
             step_time=self.step_time,
@@ -626,6 +654,7 @@ class FrameManager:
             frame_steps=self.config.frame_steps,
             frame_s=self.config.frame_s,
             average_tokens=max(self.lengths.average_tokens, 1.0),
+            foreseen_kv_tokens=self.programs.foreseen_tokens(now_s, frame_end_s),
             tenant_service=self.tenants.service(),
         )
 
@@ -681,6 +710,31 @@ class FrameManager:
             elif is_missed:
                 cancel.append(Ending(request_id, REASON_DEADLINE))
         return tuple(drop), tuple(cancel)
+
+    def _is_newcomer_at_risk(self, now_s: float) -> bool:
+        """Something has arrived that would be late if it waited for the frame to end."""
+        return self._is_first_token_at_risk(now_s) or self._is_stage_at_risk(now_s)
+
+    def _is_stage_at_risk(self, now_s: float) -> bool:
+        """A waiting call could not end any more by when its stage is due, but can now.
+
+        A program of many stages would otherwise lose half a frame with each of them.
+        """
+        self._new_calls = [
+            request for request in self._new_calls if request.state is RequestState.WAITING
+        ]
+        rows = np.array([request.row for request in self._new_calls], dtype=np.int64)
+        if not rows.size:
+            return False
+        self._refresh_lengths(rows)
+        table = self.table
+        due_s = self.programs.column("stage_due_s")[table.program[rows]]
+        due_s = np.minimum(due_s, table.deadline_s[rows])
+        prefill_s = self.step_time.prefill_s(1) * table.input_tokens[rows]
+        pace_s = self.step_time.pace_s(max(table.count[RUNNING], 1), 0.0)
+        latest_s = due_s - prefill_s - table.bound_tokens[rows] * pace_s
+        end_s = self._frame_start_s + self.config.frame_s
+        return bool(((latest_s >= now_s) & (latest_s < end_s)).any())
 
     def _is_first_token_at_risk(self, now_s: float) -> bool:
         """A waiting stream would miss its first token if it waited for the frame to end."""

@@ -17,10 +17,17 @@ class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
     future_output_tokens: float = 0.0
     future_stage_tokens: float = 0.0
     """Output tokens of the longest call of each stage still to come, added up."""
+    future_tool_s: float = 0.0
+    """Tool time before those stages, added up."""
+    next_call_s: float | None = None
+    """Absolute: when the next stage is expected to begin, between two stages."""
+    next_input_tokens: float = 0.0
+    """Input tokens of that stage's calls."""
     stage_due_s: float | None = None
     """Absolute sub-deadline of the current stage: for urgency, never a hard rule."""
 
 
+DEFAULT_TIMEOUT_S = 600.0
 _MAX_ALLOWANCE_S = 1e6
 """More time than this is no deadline."""
 _RECENT_PROGRAMS = 64.0
@@ -30,8 +37,9 @@ _RECENT_PROGRAMS = 64.0
 class Programs:
     """Programs by tenant and id, as indices into columns.
 
-    A program without a live call is kept, since its next one may come after a tool call; of
-    those the longest idle are forgotten above ``max_idle``, and a closed one at once.
+    A program without a live call is kept, since its next one may come after a tool call, for
+    ``timeout_s``; of those the longest idle are forgotten above ``max_idle``, and a closed one
+    at once.
     """
 
     _FIELDS = (
@@ -41,19 +49,24 @@ class Programs:
         "future_in",
         "future_out",
         "future_stage",
+        "future_tool_s",
+        "next_call_s",
+        "next_in",
         "stage_due_s",
         "stages",
         "is_open",
         "allowance_s",
     )
 
-    def __init__(self, max_idle: int = 10_000) -> None:
+    def __init__(self, max_idle: int = 10_000, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._max_idle = max_idle
+        self._timeout_s = timeout_s
         self._index: dict[tuple[str, str], int] = {}
         self._keys: list[tuple[str, str]] = []
         self._live: list[int] = []
         self._free: list[int] = []
-        self._idle: dict[tuple[str, str], None] = {}
+        self._idle: dict[tuple[str, str], float] = {}
+        """Programs without a live call by when the last one ended, the longest idle first."""
         self._closed: set[int] = set()
         self._closed_stages = 0.0
         self._closed_allowance_s = 0.0
@@ -82,16 +95,40 @@ class Programs:
         if self._live[index] == 0:
             stages[index] += 1
         self._live[index] += 1
-        if is_final and index not in self._closed:
-            self._closed.add(index)
-            self._columns["is_open"][index] = 0.0
-            allowance_s = float(self._columns["allowance_s"][index])
-            if allowance_s > 0:
-                self._closed_stages += stages[index] - self._closed_stages / _RECENT_PROGRAMS
-                self._closed_allowance_s += (
-                    allowance_s - self._closed_allowance_s / _RECENT_PROGRAMS
-                )
+        self._columns["next_call_s"][index] = math.inf
+        if is_final:
+            self._close(index)
         return index
+
+    def close(self, tenant: str, program_id: str) -> None:
+        """No call of it will follow; ignored for a program that is not known."""
+        index = self._index.get((tenant, program_id))
+        if index is None:
+            return
+        self._close(index)
+        if self._live[index] == 0:
+            self._forget((tenant, program_id))
+
+    def expire(self, now_s: float) -> None:
+        """Forget programs that have been idle for too long. A clock may have jumped back."""
+        while self._idle:
+            key, since_s = next(iter(self._idle.items()))
+            if now_s - since_s < self._timeout_s:
+                return
+            self._forget(key)
+
+    def _close(self, index: int) -> None:
+        """Its stages are all known: learn how many come in how much time."""
+        if index in self._closed:
+            return
+        self._closed.add(index)
+        for name in ("is_open", "future_in", "future_out", "future_stage", "future_tool_s"):
+            self._columns[name][index] = 0.0
+        allowance_s = float(self._columns["allowance_s"][index])
+        if allowance_s > 0:
+            stages = float(self._columns["stages"][index])
+            self._closed_stages += stages - self._closed_stages / _RECENT_PROGRAMS
+            self._closed_allowance_s += allowance_s - self._closed_allowance_s / _RECENT_PROGRAMS
 
     def enter(self, terms: RequestTerms) -> int:
         """The index of the program that a request is a call of; -1 for none."""
@@ -104,7 +141,9 @@ class Programs:
             return self.join(terms.tenant, terms.closes_program, is_final=True)
         return -1
 
-    def leave(self, index: int, *, input_tokens: float, output_tokens: float) -> None:
+    def leave(
+        self, index: int, *, input_tokens: float, output_tokens: float, now_s: float = 0.0
+    ) -> None:
         """A call ended; so many tokens of it count towards the program."""
         self._columns["done_in"][index] += input_tokens
         self._columns["done_out"][index] += output_tokens
@@ -115,7 +154,7 @@ class Programs:
         if index in self._closed:
             self._forget(key)
             return
-        self._idle[key] = None
+        self._idle[key] = now_s
         if len(self._idle) > self._max_idle:
             self._forget(next(iter(self._idle)))
 
@@ -123,24 +162,36 @@ class Programs:
         """One of its calls was given service, in tokens: PLAS ranks by it."""
         self._columns["service"][index] += tokens
 
-    def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook) -> None:
-        """A pattern match came in; ignored for a program that is not known (any more)."""
+    def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook | None) -> None:
+        """A pattern match came in; ignored for a program that is not known (any more).
+
+        None: nothing that is known fits it any more, and its end is open again.
+        """
         index = self._index.get((tenant, program_id))
-        if index is None:
+        if index is None or index in self._closed:
             return
-        due_s = outlook.stage_due_s
-        self._columns["is_open"][index] = 0.0
-        values = {
+        self._columns["is_open"][index] = float(outlook is None)
+        outlook = outlook or ProgramOutlook()
+        amounts = {
             "future_in": outlook.future_input_tokens,
             "future_out": outlook.future_output_tokens,
             "future_stage": outlook.future_stage_tokens,
-            "stage_due_s": math.inf if due_s is None or math.isnan(due_s) else due_s,
+            "future_tool_s": outlook.future_tool_s,
+            "next_in": outlook.next_input_tokens,
         }
-        for name, value in values.items():
-            if name == "stage_due_s":
-                self._columns[name][index] = value
-            elif math.isfinite(value):
+        for name, value in amounts.items():
+            if math.isfinite(value):
                 self._columns[name][index] = min(max(value, 0.0), 1e12)
+        times = {"stage_due_s": outlook.stage_due_s, "next_call_s": outlook.next_call_s}
+        for name, at_s in times.items():
+            is_time = at_s is not None and not math.isnan(at_s)
+            self._columns[name][index] = at_s if is_time else math.inf
+
+    def foreseen_tokens(self, now_s: float, until_s: float) -> float:
+        """Input tokens of calls that are expected to arrive within that time."""
+        next_s = self.column("next_call_s")
+        is_near = (next_s >= now_s) & (next_s <= until_s)
+        return float(self.column("next_in")[is_near].sum())
 
     @property
     def stages_to_come(self) -> Floats:
@@ -178,7 +229,7 @@ class Programs:
                     self._columns[name] = np.concatenate([column, np.zeros_like(column)])
         for column in self._columns.values():
             column[index] = 0.0
-        self._columns["stage_due_s"][index] = math.inf
+        self._columns["stage_due_s"][index] = self._columns["next_call_s"][index] = math.inf
         self._columns["is_open"][index] = 1.0
         self._index[key] = index
         return index
@@ -186,5 +237,6 @@ class Programs:
     def _forget(self, key: tuple[str, str]) -> None:
         index = self._index.pop(key)
         self._idle.pop(key, None)
+        self._columns["next_call_s"][index] = math.inf
         self._closed.discard(index)
         self._free.append(index)

@@ -14,10 +14,14 @@ from scheduler.config import SchedulerConfig
 from scheduler.estimates import Estimates
 from scheduler.plan import EngineCapacity, Reason
 from scheduler.policies.base import DisplaceRule, Traits, best_first
-from scheduler.table import PARKED, RUNNING, Bools, Floats, Ints
+from scheduler.table import BEST_EFFORT, PARKED, RUNNING, Bools, Floats, Ints
 
 MAX_FAILURES = 8
 """So many better requests for whom no KV could be taken, and a frame stops trying."""
+
+
+MAX_FORESEEN_FRACTION = 0.25
+"""Of all KV, for calls that are only expected."""
 
 
 class Room:
@@ -93,6 +97,9 @@ class Seater:
         self._scores = candidates.scores
         self._state = candidates.estimates.rows.state
         self._context = candidates.estimates.rows.context_tokens
+        most = int(capacity.total_kv_tokens * MAX_FORESEEN_FRACTION)
+        foreseen = candidates.estimates.context.foreseen_kv_tokens
+        self._foreseen_tokens = int(min(foreseen, most))
         self._capacity = capacity
         self._config = config
         self._traits = traits
@@ -116,7 +123,7 @@ class Seater:
                 break
             if self._is_running(index):
                 continue
-            if self._holds_kv(index) or (not is_blocked and self._room.take(self._kv_need(index))):
+            if self._holds_kv(index) or (not is_blocked and self._take(index)):
                 result.chosen.append(index)
                 free -= 1
             else:
@@ -175,7 +182,7 @@ class Seater:
         need = self._kv_need(index)
         if not self._room.fits(need) and self._failures < MAX_FAILURES:
             self._make_room(index, need)
-        if self._room.take(need):
+        if self._take(index):
             self._result.chosen.append(index)
             return
         self._result.no_kv.append(index)
@@ -264,7 +271,7 @@ class Seater:
 
     def _try(self, index: int) -> None:
         # Skip, not stop: one that does not fit must not starve those that do.
-        if self._holds_kv(index) or self._room.take(self._kv_need(index)):
+        if self._holds_kv(index) or self._take(index):
             self._result.chosen.append(index)
         else:
             self._result.no_kv.append(index)
@@ -336,6 +343,18 @@ class Seater:
         if not self._result.chosen and self._candidates.ranked.size:
             self._result.chosen = [int(self._candidates.ranked[0])]
         return self._result
+
+    def _take(self, index: int) -> bool:
+        """Give a newcomer its KV if there is so much.
+
+        Best-effort work leaves room for the calls of programs that are expected in this frame:
+        taking the KV back from it would cost more than the wait.
+        """
+        need = self._kv_need(index)
+        is_patient = self._candidates.estimates.rows.kind[index] == BEST_EFFORT
+        if is_patient and not self._room.fits(need, -self._foreseen_tokens):
+            return False
+        return self._room.take(need)
 
     def _kv_need(self, index: int) -> int:
         """KV to have free before admitting: its context and the frame it is about to run."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from core.clock import Clock
+from core.programs import ProgramRecord
 from core.slo import OutcomeTracker, RequestTerms, SloOutcome
 from engine.runtime import wire
 from engine.runtime.drops import reason_of_drop
@@ -26,9 +27,16 @@ current: contextvars.ContextVar["AnswerLog | None"] = contextvars.ContextVar(
 class AnswerLog:
     """The outcomes of the one or more answers (``n``, batches) of an HTTP request."""
 
-    def __init__(self, terms: RequestTerms, clock: Clock, cues: Cues = NO_CUES) -> None:
+    def __init__(
+        self,
+        terms: RequestTerms,
+        clock: Clock,
+        cues: Cues = NO_CUES,
+        program: ProgramRecord | None = None,
+    ) -> None:
         self.terms = terms
         self.cues = cues
+        self.program = program
         self._clock = clock
         self._trackers: dict[str, OutcomeTracker] = {}
         self._outcomes: dict[str, SloOutcome] = {}
@@ -57,7 +65,12 @@ class AnswerLog:
             drop = reason_of_drop(message)
             self.drop_reason = drop or self.drop_reason
             reason = drop or message
-        outcome = tracker.finish(int(meta.get("prompt_tokens") or 0), now_s, reason)
+        input_tokens = int(meta.get("prompt_tokens") or 0)
+        outcome = tracker.finish(input_tokens, now_s, reason)
+        if self.program is not None:
+            if reason is None:
+                self.program.finished(input_tokens + sent_tokens, now_s)
+            outcome = msgspec.structs.replace(outcome, program=self.program.outcome())
         self._outcomes[answer_id] = outcome
         output["metadata"] = {"slo": to_json(outcome)}
 
@@ -97,6 +110,7 @@ def combine(outcomes: list[SloOutcome]) -> SloOutcome:
         e2el_s=max(outcome.e2el_s for outcome in outcomes),
         output_tokens=sum(outcome.output_tokens for outcome in outcomes),
         reason=next((o.reason for o in outcomes if o.reason is not None), None),
+        program=outcomes[-1].program,
     )
 
 

@@ -1,6 +1,8 @@
 """The mark that tells our drops from SGLang's own aborts on their way to the client."""
 
 DROP_PREFIX = "jitserve-dropped:"
+REASON_CANCELLED = "program_cancelled"
+"""Why calls of a program that its client has cancelled end, or do not begin."""
 
 
 def drop_message(reason: str) -> str:

@@ -16,7 +16,7 @@ from engine.runtime.settings import STOCK_POLICY, Settings, SloConfig
 from scheduler.config import SchedulerConfig
 from scheduler.policies import CHOICES, POLICIES
 
-PREDICTOR_CHOICES = ("on", "external", "off")
+SERVICE_CHOICES = ("on", "external", "off")
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
 
@@ -110,7 +110,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--predictor",
-        choices=PREDICTOR_CHOICES,
+        choices=SERVICE_CHOICES,
         default="on",
         metavar="MODE",
         help="the length predictor: on (started and watched here), external (somebody else runs "
@@ -129,6 +129,36 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where what the predictor has learnt is kept, or none "
         "(default: a folder per model under ~/.cache/jitserve/predictor)",
+    )
+    group.add_argument(
+        "--graphs",
+        choices=SERVICE_CHOICES,
+        default="on",
+        metavar="MODE",
+        help="the process that foresees programs: on (started and watched here), external "
+        "(somebody else runs it at --graphs-address), off: programs go by what has been seen of "
+        "them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--graphs-address",
+        default="",
+        metavar="ADDRESS",
+        help="where the graphs process listens: ipc://PATH or tcp://HOST:PORT; whoever reaches it "
+        "can teach it (default: a socket that only this server's user can reach)",
+    )
+    group.add_argument(
+        "--graphs-state",
+        default="",
+        metavar="FOLDER",
+        help="where the shapes of finished programs are kept, or none "
+        "(default: a folder per model under ~/.cache/jitserve/graphs)",
+    )
+    group.add_argument(
+        "--program-timeout",
+        type=float,
+        default=config.program_timeout_s,
+        metavar="SECONDS",
+        help="a program without a call for so long is over (default: %(default)s)",
     )
     group.add_argument(
         "--slo-config",
@@ -165,6 +195,7 @@ _FLAG_OF_SETTING = {
     "frame_s": "--frame-seconds",
     "max_decode_pause_s": "--max-decode-pause",
     "length_quantile": "--length-quantile",
+    "program_timeout_s": "--program-timeout",
     "fairness": "--fairness",
     "goodput": "--goodput",
     "fairness_function": "--fairness-function",
@@ -187,6 +218,7 @@ def own_settings(args: argparse.Namespace) -> Settings:
             frame_s=args.frame_seconds,
             length_quantile=args.length_quantile,
             max_decode_pause_s=args.max_decode_pause,
+            program_timeout_s=args.program_timeout,
             goodput=args.goodput,
             fairness=args.fairness,
             fairness_function=args.fairness_function,
@@ -201,23 +233,26 @@ def own_settings(args: argparse.Namespace) -> Settings:
         policy=args.policy,
         scheduler=scheduler,
         slo=read_slo_config(args.slo_config),
-        predictor_address=_predictor_address(args),
+        predictor_address=_address(args, "predictor"),
+        graphs_address=_address(args, "graphs"),
         trusts_known_lengths=args.test_known_lengths,
         force_moves_every=args.test_force_moves_every,
     )
 
 
-def _predictor_address(args: argparse.Namespace) -> str:
-    if args.predictor == "external" and not args.predictor_address:
-        raise UsageError("--predictor external needs --predictor-address")
-    if args.predictor == "off" and args.predictor_address:
-        raise UsageError("--predictor-address makes no sense with --predictor off")
-    if args.predictor_address:
+def _address(args: argparse.Namespace, service: str) -> str:
+    """Where a service beside the server listens; empty where there is none."""
+    mode, address = getattr(args, service), getattr(args, f"{service}_address")
+    if mode == "external" and not address:
+        raise UsageError(f"--{service} external needs --{service}-address")
+    if mode == "off" and address:
+        raise UsageError(f"--{service}-address makes no sense with --{service} off")
+    if address:
         try:
-            check_address(args.predictor_address)
+            check_address(address)
         except ValueError as error:
-            raise UsageError(f"--predictor-address {error}") from error
-    return str(args.predictor_address)
+            raise UsageError(f"--{service}-address {error}") from error
+    return str(address)
 
 
 def read_slo_config(path: Path | None) -> SloConfig:

@@ -25,17 +25,23 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Req,
 from sglang.srt.runtime_context import get_parallel
 
 from core.clock import MonotonicClock
-from engine.runtime import arrivals, batches, custom, forecasts
-from engine.runtime.drops import drop_message
+from engine.runtime import arrivals, batches, custom, forecasts, programs
+from engine.runtime.drops import REASON_CANCELLED, drop_message
 from engine.runtime.forecasts import Forecasts
+from engine.runtime.programs import ProgramWatch
 from engine.runtime.settings import (
+    KNOB_CANCEL_PROGRAM,
+    KNOB_END_PROGRAM,
     KNOB_FORCE_MOVES,
     KNOB_FORECASTS,
+    KNOB_OUTLOOKS,
     KNOB_POLICY,
     Settings,
     from_environment,
 )
 from engine.runtime.step_timer import StepTimer
+from graphs.client import GraphsClient
+from graphs.protocol import Outlook
 from predictor.client import NO_NEWS, News, PredictorClient
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
@@ -53,6 +59,8 @@ class ClockTick(msgspec.Struct, frozen=True):
     steps: tuple[StepObservation, ...]
     news: News = NO_NEWS
     """What the predictor has sent to rank 0, which alone asks it."""
+    outlooks: tuple[Outlook, ...] = ()
+    """What the graphs process has."""
 
 
 def _is_movable(req: Req) -> bool:
@@ -85,6 +93,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._parked: ScheduleBatch | None = None
         self._reqs: dict[str, Req] = {}
         """Live SGLang requests by the id under which the frame manager knows them."""
+        self._unwanted: set[str] = set()
+        """Live requests that their client has cancelled."""
         self._admissions: tuple[str, ...] = ()
         self._num_run: int | None = None
         """How many the last plan lets run together; None before the first."""
@@ -104,6 +114,12 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             self._connect(server_args),
             forecasts.token_classes(self.tokenizer) if is_forecasting else None,
         )
+        self._programs = ProgramWatch(
+            self._frames,
+            self._connect_graphs(),
+            self._clock,
+            model=server_args.served_model_name or server_args.model_path,
+        )
         self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
 
     def _connect(self, server_args: Any) -> PredictorClient | None:
@@ -111,6 +127,12 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             return None
         model = server_args.served_model_name or server_args.model_path
         return forecasts.connect(self._settings.predictor_address, model, self._clock)
+
+    def _connect_graphs(self) -> GraphsClient | None:
+        if get_parallel().tp_rank != 0:
+            return None
+        timeout_s = self._settings.scheduler.program_timeout_s
+        return programs.connect(self._settings.graphs_address, self._clock, timeout_s)
 
     # Time.
 
@@ -122,8 +144,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         with self._only_fresh_requests_waiting():
             local: list[Any] = super()._poll_timeout_aborts()
         if get_parallel().tp_size > 1:
-            news = self._forecasts.listen()
-            local.append(ClockTick(self._clock.now_s(), self._timer.take(), news))
+            news, outlooks = self._forecasts.listen(), self._programs.listen()
+            local.append(ClockTick(self._clock.now_s(), self._timer.take(), news, outlooks))
         return local
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
@@ -131,6 +153,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             if isinstance(recv_req, ClockTick):
                 self._tick = recv_req
                 self._forecasts.take(recv_req.news)
+                self._programs.take(recv_req.outlooks)
                 for step in recv_req.steps:
                     self._frames.observe_step(step)
         super().process_input_requests([r for r in recv_reqs if not isinstance(r, ClockTick)])
@@ -177,14 +200,20 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             key, terms, **arrivals.arrival_arguments(req, trusts_known_lengths=trusts)
         )
         self._forecasts.arrived(key, req, terms)
+        if not self._programs.arrived(key, req, terms):
+            self._end_waiting(key, REASON_CANCELLED, RequestState.ABORTED)
+            return
         if arrivals.has_answer_begun(req):
             self._frames.answer_began(key)
 
     def _forget(self, key: str, state: RequestState) -> None:
+        record = self._frames.get(key)
         self._frames.ended(key, state)
         req = self._reqs.pop(key, None)
         if req is not None:
             self._forecasts.ended(key, req)
+            if record is not None:
+                self._programs.ended(key, req, record.terms)
 
     def _forget_vanished(self, running_batch: ScheduleBatch | None = None) -> None:
         """Close the records of requests that SGLang ended on a path of its own.
@@ -246,7 +275,10 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         now_s = self._now_s()
         if get_parallel().tp_size == 1:
             self._forecasts.take(self._forecasts.listen())
+            self._programs.take(self._programs.listen())
         self._admit_ready_grammars()
+        if self._unwanted:
+            self._end_unwanted()
         if self._parked is not None:
             self._parked.filter_batch()
             running_batch = self._resume_the_ending(running_batch)
@@ -490,6 +522,22 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         elif req is not self.chunked_req and req.to_finish is None:
             req.to_finish = FINISH_ABORT(reason)
 
+    def _cancel_program(self, program_hash: int) -> None:
+        """End all calls of a program, each with what it has."""
+        self._unwanted |= set(self._programs.closed(program_hash, is_cancelled=True))
+        self._end_unwanted()
+
+    def _end_unwanted(self) -> None:
+        """End what its client has cancelled; while its prompt is being chunked it goes on."""
+        for key in sorted(self._unwanted):
+            record = self._frames.get(key)
+            if record is None:
+                self._unwanted.discard(key)
+            elif record.state is RequestState.WAITING:
+                self._end_waiting(key, REASON_CANCELLED, RequestState.ABORTED)
+            else:
+                self._cancel(key, REASON_CANCELLED)
+
     def abort_request(self, recv_req: AbortReq) -> None:
         """Abort exactly the request of that id. SGLang would take it as a prefix of ids."""
         if recv_req.abort_all:
@@ -579,7 +627,14 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     def set_internal_state(self, recv_req: Any) -> SetInternalStateReqOutput:
         """Our two knobs, beside SGLang's own. SGLang's route lets anything through to here."""
         knobs = recv_req.server_args
-        limits = {KNOB_POLICY: len(POLICIES), KNOB_FORCE_MOVES: 2**31, KNOB_FORECASTS: 2}
+        limits = {
+            KNOB_POLICY: len(POLICIES),
+            KNOB_FORCE_MOVES: 2**31,
+            KNOB_FORECASTS: 2,
+            KNOB_OUTLOOKS: 2,
+            KNOB_END_PROGRAM: 2**63,
+            KNOB_CANCEL_PROGRAM: 2**63,
+        }
         if not set(knobs) <= set(limits):
             return super().set_internal_state(recv_req)
         if not all(value in range(limits[name]) for name, value in knobs.items()):
@@ -590,6 +645,12 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             self._force_moves_every = int(knobs[KNOB_FORCE_MOVES])
         if KNOB_FORECASTS in knobs:
             self._forecasts.use(is_used=bool(knobs[KNOB_FORECASTS]))
+        if KNOB_OUTLOOKS in knobs:
+            self._programs.use(is_used=bool(knobs[KNOB_OUTLOOKS]))
+        if KNOB_END_PROGRAM in knobs:
+            self._programs.closed(int(knobs[KNOB_END_PROGRAM]), is_cancelled=False)
+        if KNOB_CANCEL_PROGRAM in knobs:
+            self._cancel_program(int(knobs[KNOB_CANCEL_PROGRAM]))
         return SetInternalStateReqOutput(updated=True)
 
     def _state(self) -> dict[str, Any]:
@@ -597,6 +658,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         return {
             "policy": frames.policy_name,
             "predictor": self._forecasts.state(),
+            "graphs": self._programs.state(),
             "force_moves_every": self._force_moves_every,
             "num_running": frames.count(RequestState.RUNNING),
             "num_parked": frames.count(RequestState.PARKED),

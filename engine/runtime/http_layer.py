@@ -13,17 +13,19 @@ from typing import Any
 import msgspec
 
 from core.clock import Clock
+from core.programs import ProgramBook, ProgramCancelledError, ProgramRecord
+from core.slo import program_of
 from core.terms import (
     HEADERS,
     SLO_FIELDS,
     TENANT_HEADER,
     FieldError,
-    ProgramDeadlines,
     read_terms,
     shown,
 )
 from engine.runtime import answers, sampling_guard
 from engine.runtime.answers import AnswerLog
+from engine.runtime.drops import REASON_CANCELLED
 from engine.runtime.settings import SloConfig
 from predictor.features import NO_CUES, cues_of
 
@@ -54,12 +56,13 @@ class SloMiddleware:
         model: str,
         is_draining: Callable[[], bool],
         reads_cues: bool = False,
+        programs: ProgramBook | None = None,
     ) -> None:
         self._app = app
         self._slo = slo
         self._clock = clock
         self._model = model
-        self._programs = ProgramDeadlines()
+        self._programs = ProgramBook() if programs is None else programs
         self._is_draining = is_draining
         self._reads_cues = reads_cues
 
@@ -80,12 +83,34 @@ class SloMiddleware:
         except FieldError as error:
             await send_error(send, 400, str(error), "invalid_request_error", error.field)
             return
+        except ProgramCancelledError as error:
+            await send_error(
+                send,
+                409,
+                f"program_id: the program {shown(str(error))} has been cancelled; calls of a new "
+                "one need another id",
+                "invalid_request_error",
+                "program_id",
+                REASON_CANCELLED,
+            )
+            return
         token = answers.current.set(log)
+        program = self._enter_program(log)
         try:
             answer = SloAnswer(send, log)
             await self._app(with_length(scope, body), replay(body, receive), answer.send)
         finally:
             answers.current.reset(token)
+            if program is not None and log is not None:
+                program.leave(self._clock.now_s())
+                self._programs.tidy(log.terms.tenant, program_of(log.terms))
+
+    def _enter_program(self, log: AnswerLog | None) -> ProgramRecord | None:
+        """The program that the request is a call of, with one live call more."""
+        program = None if log is None else log.program
+        if program is not None:
+            program.begin(self._clock.now_s())
+        return program
 
     def _accept(self, scope: Scope, raw: bytes, arrival_s: float) -> tuple[bytes, AnswerLog | None]:
         """The body for SGLang and the log of the request; raises FieldError.
@@ -112,7 +137,8 @@ class SloMiddleware:
         if any(field in body for field in SLO_FIELDS):
             raw = without_slo_fields(raw, body)
         cues = cues_of(body) if self._reads_cues else NO_CUES
-        return raw, AnswerLog(terms, self._clock, cues)
+        program = self._programs.get(terms.tenant, program_of(terms))
+        return raw, AnswerLog(terms, self._clock, cues, program)
 
 
 def route_of(scope: Scope) -> str:

@@ -2,23 +2,38 @@
 
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI
+import msgspec
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from core.clock import Clock
+from core.names import name_hash
+from core.programs import ProgramBook, ProgramRecord
+from core.terms import FieldError, read_program, shown
 from engine.runtime import http_layer
-from engine.runtime.settings import KNOB_FORCE_MOVES, KNOB_FORECASTS, KNOB_POLICY
+from engine.runtime.settings import (
+    KNOB_CANCEL_PROGRAM,
+    KNOB_END_PROGRAM,
+    KNOB_FORCE_MOVES,
+    KNOB_FORECASTS,
+    KNOB_OUTLOOKS,
+    KNOB_POLICY,
+)
 from scheduler.policies import CHOICES, POLICIES
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add ``/slo/state`` and ``/slo/policy``, and our fields to the OpenAPI page."""
+def add_routes(app: FastAPI, programs: ProgramBook, clock: Clock) -> None:
+    """Add our routes, ``/slo/…``, and our fields to the OpenAPI page."""
     stock_openapi = app.openapi
     app.openapi = lambda: http_layer.extend_openapi(stock_openapi())
     app.get("/slo/state")(slo_state)
     app.post("/slo/policy")(auth_level(AuthLevel.ADMIN_OPTIONAL)(slo_policy))
+    ends = ProgramRoutes(programs, clock)
+    app.post("/slo/programs/end")(ends.end)
+    app.post("/slo/programs/cancel")(ends.cancel)
 
 
 async def slo_state() -> JSONResponse:
@@ -35,11 +50,12 @@ async def slo_policy(
     policy: Annotated[str | None, Body(embed=True)] = None,
     force_moves_every: Annotated[int | None, Body(embed=True)] = None,
     forecasts: Annotated[bool | None, Body(embed=True)] = None,
+    outlooks: Annotated[bool | None, Body(embed=True)] = None,
 ) -> JSONResponse:
     """Change the policy while the server runs.
 
-    ``forecasts``: whether the predictor's forecasts are used for requests that arrive from
-    now on. ``force_moves_every`` is for tests.
+    ``forecasts``, ``outlooks``: whether the predictor's forecasts of lengths and the graphs
+    process's of programs are used from now on. ``force_moves_every`` is for tests.
     """
     knobs: dict[str, int | float] = {}
     if policy is not None:
@@ -52,6 +68,8 @@ async def slo_policy(
         knobs[KNOB_FORCE_MOVES] = force_moves_every
     if forecasts is not None:
         knobs[KNOB_FORECASTS] = int(forecasts)
+    if outlooks is not None:
+        knobs[KNOB_OUTLOOKS] = int(outlooks)
     manager = http_server.get_global_state().tokenizer_manager
     updated = await manager.set_internal_state(SetInternalStateReq(server_args=knobs))
     if not all(updated):
@@ -59,6 +77,85 @@ async def slo_policy(
     return await slo_state()
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    error: dict[str, Any] = {"message": message, "type": "invalid_request_error"}
+class ProgramRoutes:
+    """How a client says that a program is over: ``end``, or that it is not wanted: ``cancel``."""
+
+    def __init__(self, programs: ProgramBook, clock: Clock) -> None:
+        self._programs = programs
+        self._clock = clock
+
+    async def end(self, request: Request) -> JSONResponse:
+        """No call of the program will follow; how it went. Calls that are live go on."""
+        try:
+            tenant, program_id = await _named_program(request)
+        except FieldError as error:
+            return _error(400, str(error), error.field)
+        record = self._programs.close(tenant, program_id)
+        if record is None:
+            return _unknown(program_id)
+        await _tell_schedulers(KNOB_END_PROGRAM, tenant, program_id)
+        self._programs.tidy(tenant, program_id)
+        return JSONResponse(_report(program_id, record))
+
+    async def cancel(self, request: Request) -> JSONResponse:
+        """End all calls of the program with what they have, and refuse those that follow."""
+        try:
+            tenant, program_id = await _named_program(request)
+        except FieldError as error:
+            return _error(400, str(error), error.field)
+        record = self._programs.cancel(tenant, program_id)
+        if record is None:
+            return _unknown(program_id)
+        num_live = record.num_live
+        is_done = await _tell_schedulers(KNOB_CANCEL_PROGRAM, tenant, program_id)
+        if not is_done and num_live:
+            return _error(
+                409,
+                "SGLang's own scheduler decides here (--policy sglang): calls that are live go "
+                "on, those that follow are refused",
+            )
+        return JSONResponse({**_report(program_id, record), "cancelled_calls": num_live})
+
+
+async def _named_program(request: Request) -> tuple[str, str]:
+    """The tenant and the id of the program in the body or the header. Raises FieldError."""
+    body = http_layer.decode(await request.body())
+    if body is None:
+        raise FieldError("program_id", 'takes a JSON object, {"program_id": "…"}')
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return read_program(body, headers, http_layer.tenant_of(body, headers))
+
+
+async def _tell_schedulers(knob: str, tenant: str, program_id: str) -> bool:
+    manager = http_server.get_global_state().tokenizer_manager
+    program_hash = name_hash("program", tenant, program_id)
+    updated = await manager.set_internal_state(
+        SetInternalStateReq(server_args={knob: program_hash})
+    )
+    return all(updated)
+
+
+def _report(program_id: str, record: ProgramRecord) -> dict[str, Any]:
+    outcome = record.outcome()
+    opened_s, deadline_at_s = record.clock
+    return {
+        "program_id": program_id,
+        **msgspec.to_builtins(outcome),
+        "met": record.met,
+        "deadline": round(deadline_at_s - opened_s, 6),
+        "elapsed_s": round(record.ended_s - opened_s, 6),
+    }
+
+
+def _unknown(program_id: str) -> JSONResponse:
+    return _error(404, f"program_id: no such program is open: {shown(program_id)}", "program_id")
+
+
+def _error(status: int, message: str, field: str | None = None) -> JSONResponse:
+    error: dict[str, Any] = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": field,
+        "code": str(status),
+    }
     return JSONResponse({"error": error}, status)

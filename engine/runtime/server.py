@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from core.clock import MonotonicClock
+from core.programs import ProgramBook
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
 from engine.runtime.overrides import CLIP_VARIABLE
@@ -180,18 +181,21 @@ def _serve(server_args: Any, settings: Settings) -> int:
 
     kill_itself_when_parent_died()
     app = http_server.app
+    programs = ProgramBook(timeout_s=settings.scheduler.program_timeout_s)
+    clock = MonotonicClock()
     # At the end of the list is innermost: behind authentication and decompression.
     app.user_middleware.append(
         Middleware(
             http_layer.SloMiddleware,
             slo=settings.slo,
-            clock=MonotonicClock(),
+            clock=clock,
+            programs=programs,
             model=server_args.served_model_name or server_args.model_path,
             is_draining=_is_draining,
             reads_cues=bool(settings.predictor_address),
         )
     )
-    routes.add_routes(app)
+    routes.add_routes(app, programs, clock)
     http_server.launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
     return 0
 

@@ -18,6 +18,9 @@ STOCK_POLICY = "sglang"
 KNOB_POLICY = "jitserve_policy"
 KNOB_FORCE_MOVES = "jitserve_force_moves_every"
 KNOB_FORECASTS = "jitserve_forecasts"
+KNOB_OUTLOOKS = "jitserve_outlooks"
+KNOB_END_PROGRAM = "jitserve_end_program"
+KNOB_CANCEL_PROGRAM = "jitserve_cancel_program"
 """Names under which SGLang's control messages carry our knobs; it takes numbers only."""
 
 
@@ -50,6 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests running together on all data-parallel ranks; None: as SGLang decides."""
     predictor_address: str = ""
     """Where the length predictor listens; empty: lengths of each class only."""
+    graphs_address: str = ""
+    """Where the graphs process listens; empty: programs go by what has been seen of them."""
     trusts_known_lengths: bool = False
     """Testing: take an answer's length from the request where it says so."""
     force_moves_every: int = 0

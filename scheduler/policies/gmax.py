@@ -174,8 +174,9 @@ class PaperGmax:
     approximates = (
         "Where the text leaves it open: a stream's goodput is its tokens that can still be in "
         "time; what cannot make its deadline is put last, not out; a compound's goodput is the "
-        "whole program's and its t_gen that of its longest live call; p is explored as in "
-        "scheduler/cutoff.py, among the best 8 requests per place"
+        "whole program's, its t_gen in the priority that of all live calls of the stage "
+        "together and in the feasibility filter that of the longest, since they run side by "
+        "side; p is explored as in scheduler/cutoff.py, among the best 8 requests per place"
     )
 
     def __init__(self, information: Information = Information.FORECAST) -> None:
@@ -191,14 +192,14 @@ class PaperGmax:
     def assess(self, estimates: Estimates) -> Assessment:
         context, rows = estimates.context, estimates.rows
         expected = estimates.pool_programs(estimates.expected(context.step_s))
-        generation_s = _stage_generation_s(estimates)
+        generation_s, longest_s = _stage_generation_s(estimates)
         goodput = expected.whole_value * np.where(estimates.has_slo, 1.0, 0.0)
         is_stream = rows.kind == LATENCY
         goodput = np.where(is_stream, goodput * expected.in_time_fraction, goodput)
         unit = np.array([1.0])
         delta = STARVATION_PER_FRAME * context.average_tokens
         delta *= float(context.objective.stream_value(unit, unit)[0])
-        infeasible = estimates.has_slo & ~is_stream & (estimates.left_s < generation_s)
+        infeasible = estimates.has_slo & ~is_stream & (estimates.left_s < longest_s)
         goodput = np.where(infeasible, goodput * EXPIRED_WEIGHT, goodput)
         scores = (goodput + delta * rows.frames_waited) / np.maximum(generation_s, 1e-9)
         return Assessment(scores, goodput, expected.in_time_fraction, expected.slack_s)
@@ -216,14 +217,17 @@ class PaperGmax:
         )
 
 
-def _stage_generation_s(estimates: Estimates) -> Floats:
-    """t_gen; of a program's call that of the longest live call of the program."""
+def _stage_generation_s(estimates: Estimates) -> tuple[Floats, Floats]:
+    """t_gen; of a program's call that of all its live calls together, and of the longest."""
     rows, generation_s = estimates.rows, estimates.generation_s
     calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
     if not calls.size:
-        return generation_s
-    longest = np.zeros(estimates.context.programs.num_indices)
-    np.maximum.at(longest, rows.program[calls], generation_s[calls])
-    pooled = generation_s.copy()
-    pooled[calls] = longest[rows.program[calls]]
-    return pooled
+        return generation_s, generation_s
+    size = estimates.context.programs.num_indices
+    program = rows.program[calls]
+    longest = np.zeros(size)
+    np.maximum.at(longest, program, generation_s[calls])
+    total = np.bincount(program, weights=generation_s[calls], minlength=size)
+    together, apart = generation_s.copy(), generation_s.copy()
+    together[calls], apart[calls] = total[program], longest[program]
+    return together, apart

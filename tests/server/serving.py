@@ -25,6 +25,7 @@ SHARED_FLAGS = (
     *("--max-running-requests", str(MAX_BATCH), "--max-total-tokens", "16384"),
     *("--chunked-prefill-size", str(CHUNKED_PREFILL_TOKENS)),
     *("--predictor-state", "none"),
+    *("--graphs-state", "none"),
 )
 
 

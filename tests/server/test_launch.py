@@ -76,7 +76,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
     model = () if "--model" in flags else ("--model", "demo")
     port = () if "--port" in flags else ("--port", str(free_port()))
     # Nothing of these short lives is to be found in the user's cache.
-    nothing_kept = ("--predictor-state", "none")
+    nothing_kept = ("--predictor-state", "none", "--graphs-state", "none")
     return subprocess.Popen(
         [sys.executable, "launch.py", *model, *port, *nothing_kept, *flags],
         cwd=REPOSITORY,

@@ -164,9 +164,15 @@ def test_what_a_program_has_got_already_counts(make: type[Policy]) -> None:
     assert scores(make(), call(), programs=begun)[0] > scores(make(), call(), programs=fresh)[0]
 
 
-def test_all_live_calls_of_a_program_have_one_score() -> None:
+def test_of_the_live_calls_of_a_program_the_straggler_comes_first() -> None:
+    calls = call(mean=10), call(mean=200), call(mean=60)
+    assert order(Gmax(), *calls, programs=program()) == [1, 2, 0]
+
+
+def test_but_for_urgency_all_live_calls_of_a_program_have_one_score() -> None:
     calls = call(mean=10), call(mean=200), call(input_tokens=3000)
-    assert len({round(score, 9) for score in scores(Gmax(), *calls, programs=program())}) == 1
+    policy = Gmax(GmaxParts(has_jit=False))
+    assert len({round(score, 9) for score in scores(policy, *calls, programs=program())}) == 1
 
 
 def test_a_program_is_as_likely_as_its_unlikeliest_call() -> None:
@@ -180,11 +186,19 @@ def test_a_program_is_as_likely_as_its_unlikeliest_call() -> None:
 
 
 def test_what_a_pattern_match_expects_makes_the_rest_dearer() -> None:
-    expected = program()
+    expected, open_ended = program(is_final=False), program(is_final=False)
     expected.expect("", "p", ProgramOutlook(future_output_tokens=5000.0))
-    assert (
-        scores(Gmax(), call(), programs=expected)[0] < scores(Gmax(), call(), programs=program())[0]
-    )
+    dearer = scores(Gmax(), call(), programs=expected)[0]
+    assert dearer < scores(Gmax(), call(), programs=open_ended)[0]
+
+
+def test_where_nothing_fits_any_more_an_expectation_is_taken_back() -> None:
+    programs = program(is_final=False)
+    before = scores(Gmax(), call(), programs=programs)
+    programs.expect("", "p", ProgramOutlook(future_output_tokens=5000.0, stage_due_s=NOW_S + 1))
+    assert scores(Gmax(), call(), programs=programs) != before
+    programs.expect("", "p", None)
+    assert scores(Gmax(), call(), programs=programs) == before
 
 
 # Which parts are on -------------------------------------------------------------------------------

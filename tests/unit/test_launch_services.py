@@ -1,4 +1,4 @@
-"""The predictor beside the server: set up by default, and what goes wrong costs a warning only."""
+"""The services beside the server: set up by default; what goes wrong costs a warning only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import launch
 from core.channel import check_address
 from engine.runtime import flags
+from graphs import __main__ as graphs_main
 from predictor import __main__ as predictor_main
 
 if TYPE_CHECKING:
@@ -58,13 +59,33 @@ class FakeService:
         self.calls.append("stop")
 
 
+OTHER = {"predictor": "graphs", "graphs": "predictor"}
+TITLES = {"predictor": "length predictor", "graphs": "graphs process"}
+PROBES = {"predictor": "PredictorProbe", "graphs": "GraphsProbe"}
+PARSERS = {"predictor": predictor_main._parser, "graphs": graphs_main._parser}
+OWN_FLAGS = {"predictor": ("--length-quantile", "0.8"), "graphs": ("--program-timeout", "80")}
+
+
+@pytest.fixture(params=["predictor", "graphs"], autouse=True)
+def name(request: pytest.FixtureRequest) -> str:
+    """The service that a test is about; the other one is off."""
+    chosen: str = request.param
+    Chosen.name = chosen
+    return chosen
+
+
+class Chosen:
+    name = "predictor"
+
+
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What the user is told; nothing is started, and the state is no one's own."""
     lines: list[str] = []
     FakeService.made = []
     monkeypatch.setattr(launch, "SupervisedService", FakeService)
-    monkeypatch.setattr(launch, "PredictorProbe", FakeProbe)
+    for probe in PROBES.values():
+        monkeypatch.setattr(launch, probe, FakeProbe)
     monkeypatch.setattr(launch, "_say", lines.append)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lines
@@ -87,7 +108,9 @@ def long_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def args_of(*argv: str) -> argparse.Namespace:
-    return launch._parse(["--model", "demo", *argv])[0]
+    """Of a command line with the other service off and NAME in flags as the service's."""
+    own = [flag.replace("NAME", Chosen.name) for flag in argv]
+    return launch._parse(["--model", "demo", f"--{OTHER[Chosen.name]}", "off", *own])[0]
 
 
 def services_of(*argv: str) -> launch.Services:
@@ -96,18 +119,19 @@ def services_of(*argv: str) -> launch.Services:
 
 def folder_of(services: launch.Services) -> Path:
     """Of the socket that the server is told of."""
-    name, address = services.server_flags
-    assert name == "--predictor-address"
+    flag, address = services.server_flags
+    assert flag == f"--{Chosen.name}-address"
     return Path(address.removeprefix("ipc://")).parent
 
 
 def assert_serves_without(services: launch.Services, said: list[str]) -> None:
     """A warning, a server that knows, and nothing left to look after."""
-    assert services.server_flags[:2] == ["--predictor", "off"]
+    assert services.server_flags[:2] == [f"--{Chosen.name}", "off"]
     assert len(said) == 1
-    assert "without the length predictor" in said[0]
+    assert f"without the {TITLES[Chosen.name]}" in said[0]
     assert FakeService.made == []
-    assert flags.own_settings(args_of(*services.server_flags)).predictor_address == ""
+    settings = flags.own_settings(args_of(*services.server_flags))
+    assert getattr(settings, f"{Chosen.name}_address") == ""
     services.tick()
     services.stop()
 
@@ -115,48 +139,49 @@ def assert_serves_without(services: launch.Services, said: list[str]) -> None:
 # As it should be ----------------------------------------------------------------------------------
 
 
-def test_by_default_server_and_predictor_meet_in_a_folder_of_this_user_alone(
-    short_tmp: Path, said: list[str]
+def test_by_default_server_and_service_meet_in_a_folder_of_this_user_alone(
+    short_tmp: Path, said: list[str], name: str
 ) -> None:
     services = services_of()
     folder = folder_of(services)
     assert folder.parent == short_tmp
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (service,) = FakeService.made
-    assert service.command[:3] == [sys.executable, "-m", "predictor"]
-    assert ["--predictor-address", service.option("--address")] == services.server_flags
+    assert service.command[:3] == [sys.executable, "-m", name]
+    assert [f"--{name}-address", service.option("--address")] == services.server_flags
     assert service.option("--owned-folder") == str(folder)
     assert service.option("--parent") == str(os.getpid())
     assert said == []
     services.stop()
 
 
-@pytest.mark.parametrize("argv", [(), ("--predictor-address", "tcp://127.0.0.1:5999")])
+@pytest.mark.parametrize("argv", [(), ("--NAME-address", "tcp://127.0.0.1:5999")])
 @pytest.mark.parametrize("state", ["", "none", "/var/lib/mine"])
-def test_the_predictor_understands_its_command(
-    short_tmp: Path, argv: tuple[str, ...], state: str
+def test_the_service_understands_its_command(
+    short_tmp: Path, argv: tuple[str, ...], state: str, name: str
 ) -> None:
-    services = services_of(*argv, "--predictor-state", state, "--length-quantile", "0.8")
+    services = services_of(*argv, "--NAME-state", state, *OWN_FLAGS[name])
     (service,) = FakeService.made
-    understood = predictor_main._parser().parse_args(service.command[3:])
-    assert understood.quantile == 0.8
+    understood = PARSERS[name]().parse_args(service.command[3:])
+    own = understood.quantile if name == "predictor" else understood.program_timeout
+    assert own == float(OWN_FLAGS[name][1])
     assert understood.parent == os.getpid()
     assert check_address(understood.address) == understood.address
     assert (understood.state_dir is None) == (state == "none")
     services.stop()
 
 
-def test_the_server_understands_its_flags(short_tmp: Path) -> None:
+def test_the_server_understands_its_flags(short_tmp: Path, name: str) -> None:
     services = services_of()
     settings = flags.own_settings(args_of(*services.server_flags))
-    assert settings.predictor_address == FakeService.made[0].option("--address")
+    assert getattr(settings, f"{name}_address") == FakeService.made[0].option("--address")
     services.stop()
 
 
 def test_an_address_of_ones_own_is_used_as_it_is_and_no_folder_is_made(
     short_tmp: Path, said: list[str]
 ) -> None:
-    services = services_of("--predictor-address", "tcp://127.0.0.1:5999")
+    services = services_of("--NAME-address", "tcp://127.0.0.1:5999")
     (service,) = FakeService.made
     assert service.option("--address") == "tcp://127.0.0.1:5999"
     assert "--owned-folder" not in service.command
@@ -168,13 +193,13 @@ def test_an_address_of_ones_own_is_used_as_it_is_and_no_folder_is_made(
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--predictor", "off"),
-        ("--predictor", "external", "--predictor-address", "tcp://127.0.0.1:5999"),
+        ("--NAME", "off"),
+        ("--NAME", "external", "--NAME-address", "tcp://127.0.0.1:5999"),
         ("--policy", "sglang"),
     ],
     ids=["off", "external", "stock"],
 )
-def test_where_no_predictor_of_ours_is_wanted_there_is_none(
+def test_where_no_service_of_ours_is_wanted_there_is_none(
     short_tmp: Path, said: list[str], argv: tuple[str, ...]
 ) -> None:
     services = services_of(*argv)
@@ -183,20 +208,20 @@ def test_where_no_predictor_of_ours_is_wanted_there_is_none(
     services.stop()
 
 
-def test_models_keep_their_states_apart(short_tmp: Path, tmp_path: Path) -> None:
+def test_models_keep_their_states_apart(short_tmp: Path, tmp_path: Path, name: str) -> None:
     names = ["/models/a", "/models/b", "/other/a", "org/a", "../..", "\udcff", "x" * 5000, ""]
     for model in names:
         launch.Services(args_of(), model).stop()
     folders = [Path(service.option("--state-dir")) for service in FakeService.made]
     assert len(set(folders)) == len(names)
-    assert {folder.parent for folder in folders} == {tmp_path / "cache" / "jitserve" / "predictor"}
+    assert {folder.parent for folder in folders} == {tmp_path / "cache" / "jitserve" / name}
     assert max(len(folder.name) for folder in folders) < 100
 
 
 def test_it_is_looked_after_and_stopped_and_its_folder_goes(short_tmp: Path) -> None:
     services = services_of()
     folder = folder_of(services)
-    (folder / "predictor").write_bytes(b"")
+    (folder / Chosen.name).write_bytes(b"")
     services.tick()
     services.tick()
     services.stop()
@@ -275,7 +300,7 @@ def test_where_nobody_can_listen_to_it_the_server_runs_without_and_the_folder_go
     def refuse(_address: str) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "PredictorProbe", refuse)
+    monkeypatch.setattr(launch, PROBES[Chosen.name], refuse)
     assert_serves_without(services_of(), said)
     assert str(error) in said[0]
     assert list(short_tmp.iterdir()) == []
@@ -293,15 +318,26 @@ def test_without_a_home_the_server_runs_without(
     assert list(short_tmp.iterdir()) == []
 
 
-def test_an_address_of_ones_own_that_fails_costs_the_predictor_and_not_the_server(
+def test_an_address_of_ones_own_that_fails_costs_the_service_and_not_the_server(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_address: str) -> None:
         raise ValueError("cannot connect")
 
-    monkeypatch.setattr(launch, "PredictorProbe", refuse)
-    argv = ["--predictor-address", "tcp://somewhere:5999"]
+    monkeypatch.setattr(launch, PROBES[Chosen.name], refuse)
+    argv = ["--NAME-address", "tcp://somewhere:5999"]
     services = services_of(*argv)
     assert len(said) == 1
     # The server reads the user's flags with ours behind them.
     flags.own_settings(args_of(*argv, *services.server_flags))
+
+
+def test_both_services_run_beside_one_server(short_tmp: Path, name: str) -> None:
+    services = launch.Services(launch._parse(["--model", "demo"])[0], "/models/demo")
+    assert [service.command[2] for service in FakeService.made] == ["predictor", "graphs"]
+    addresses = [service.option("--address") for service in FakeService.made]
+    settings = flags.own_settings(launch._parse(["--model", "demo", *services.server_flags])[0])
+    assert [settings.predictor_address, settings.graphs_address] == addresses
+    assert len(set(addresses)) == 2
+    services.stop()
+    assert list(short_tmp.iterdir()) == []

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.programs import ProgramBook
 from core.slo import (
     BestEffortSlo,
     CompoundSlo,
@@ -24,7 +25,6 @@ from core.terms import (
     MAX_TIME_S,
     SLO_FIELDS,
     FieldError,
-    ProgramDeadlines,
     SloDefaults,
     read_terms,
 )
@@ -50,7 +50,7 @@ def read(
     headers: Mapping[str, str] | None = None,
     *,
     defaults: SloDefaults | None = None,
-    programs: ProgramDeadlines | None = None,
+    programs: ProgramBook | None = None,
     now_s: float = NOW_S,
     tenant: str = "",
 ) -> RequestTerms:
@@ -59,7 +59,7 @@ def read(
         body or {},
         headers or {},
         defaults or SloDefaults(),
-        programs if programs is not None else ProgramDeadlines(),
+        programs if programs is not None else ProgramBook(),
         now_s,
         tenant,
     )
@@ -253,7 +253,7 @@ def test_names_may_be_as_long_as_the_limit_says() -> None:
 @pytest.mark.parametrize("value", ["plan", {"plan": 1}, 1, True, ["p"] * (MAX_PARENTS + 1)])
 def test_parents_that_are_no_list_or_too_many_are_refused(value: Any) -> None:
     error = refusal({"program_id": "p", "parents": value})
-    assert (error.field, error.takes) == ("parents", "takes a list of at most 256 node names")
+    assert (error.field, error.takes) == ("parents", "takes a list of at most 256 names")
 
 
 def test_a_bad_parent_is_refused_by_its_position() -> None:
@@ -317,11 +317,12 @@ def test_thinking_and_then_streaming_takes_no_time_to_first_token() -> None:
 
 
 def test_the_last_call_of_a_program_may_be_latency_sensitive_and_closes_it() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30)
     last = {"program_id": "p", "final": True, "target_ttft": 2, "target_tbt": 0.1}
     terms = read_terms(last, {}, SloDefaults(), programs, 110.0, "t")
     assert terms.slo == LatencySlo(2, 0.1)
+    programs.tidy("t", "p")
     assert len(programs) == 0
 
 
@@ -329,7 +330,7 @@ def test_the_last_call_of_a_program_may_be_latency_sensitive_and_closes_it() -> 
     "bad", [{"final": False}, {"deadline": 5}, {"node": ""}, {"target_tbt": 0}]
 )
 def test_a_refused_last_call_does_not_close_its_program(bad: dict[str, Any]) -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30)
     last = {"program_id": "p", "final": True, "target_ttft": 2, **bad}
     refusal(last, programs=programs, tenant="t")
@@ -404,7 +405,7 @@ def test_an_empty_or_endless_tenant_header_is_refused_by_its_own_name() -> None:
 # Programs -----------------------------------------------------------------------------------------
 
 
-def call(programs: ProgramDeadlines, at_s: float, tenant: str = "t", **fields: Any) -> CompoundSlo:
+def call(programs: ProgramBook, at_s: float, tenant: str = "t", **fields: Any) -> CompoundSlo:
     """One call of program "p"."""
     slo = read({"program_id": "p", **fields}, programs=programs, now_s=at_s, tenant=tenant).slo
     assert isinstance(slo, CompoundSlo)
@@ -412,49 +413,50 @@ def call(programs: ProgramDeadlines, at_s: float, tenant: str = "t", **fields: A
 
 
 def test_the_first_call_sets_the_deadline_of_all() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     assert call(programs, 100.0, deadline=30).deadline_s == 30
     assert call(programs, 110.0).deadline_s == 20
     assert call(programs, 120.0, deadline=500).deadline_s == 10
 
 
 def test_a_call_after_the_programs_deadline_has_a_negative_one() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30)
     assert call(programs, 140.0, deadline=30).deadline_s == -10
 
 
 def test_tenants_do_not_share_programs() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30)
     assert call(programs, 110.0, "another", deadline=30).deadline_s == 30
     assert len(programs) == 2
 
 
 def test_a_final_call_shares_the_deadline_and_ends_the_program() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30)
     last = call(programs, 110.0, final=True)
     assert (last.deadline_s, last.final) == (20, True)
+    programs.tidy("t", "p")
     assert len(programs) == 0
     assert call(programs, 120.0, deadline=30).deadline_s == 30
 
 
 def test_final_false_does_not_end_the_program() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, deadline=30, final=False)
     assert call(programs, 110.0).deadline_s == 20
 
 
 def test_a_final_call_ends_only_its_own_tenants_program() -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     call(programs, 100.0, "a", deadline=30)
     call(programs, 100.0, "b", deadline=30, final=True)
     assert call(programs, 110.0, "a").deadline_s == 20
 
 
 def test_the_least_recently_used_program_is_forgotten_first() -> None:
-    programs = ProgramDeadlines(max_programs=2)
+    programs = ProgramBook(max_programs=2)
     assert programs.join("t", "old", 1.0, 10).opened_s == 1.0
     assert programs.join("t", "used", 2.0, 10).opened_s == 2.0
     assert programs.join("t", "old", 9.0, 10).opened_s == 1.0
@@ -478,7 +480,7 @@ def test_the_least_recently_used_program_is_forgotten_first() -> None:
     ids=lambda bad: next(iter(bad)),
 )
 def test_a_refused_call_neither_opens_nor_closes_a_program(bad: dict[str, Any]) -> None:
-    programs = ProgramDeadlines()
+    programs = ProgramBook()
     refusal({"program_id": "p", "deadline": 30, **bad}, programs=programs)
     assert len(programs) == 0
     call(programs, 100.0, deadline=30)

@@ -1,0 +1,244 @@
+"""Between SGLang's requests, the graphs process and the frame manager.
+
+Reports the calls of programs as they arrive and end, and hands the frame manager what is
+expected of the programs then. Nothing here waits: without the graphs process a program goes by
+what the frame manager knows of it.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+
+from core.clock import Clock
+from core.names import name_hash
+from core.slo import CompoundSlo, RequestTerms, program_of
+from graphs.client import GraphsClient
+from graphs.links import PrefixLinks, prefix_hashes
+from graphs.protocol import Outlook
+from graphs.shape import Call, Pace
+from scheduler.frame import FrameManager
+from scheduler.programs import ProgramOutlook
+
+MAX_PROGRAMS = 10_000
+ROLE_MARK = "#"
+"""What stands before it in a node's name is its role."""
+
+
+class _Program:
+    """A program as far as this scheduler process has seen it."""
+
+    __slots__ = ("heard_s", "is_final", "keys", "links", "names", "nodes")
+
+    def __init__(self, tenant: str, program_id: str) -> None:
+        self.names = (tenant, program_id)
+        self.keys: dict[str, int] = {}
+        """Nodes of its live requests by the id under which the frame manager knows them."""
+        self.nodes: set[int] = set()
+        self.heard_s = 0.0
+        self.is_final = False
+        """No call of it will follow."""
+        self.links = PrefixLinks()
+
+
+class ProgramWatch:
+    """The programs of one scheduler process.
+
+    Args:
+        client: None where no graphs process is used, or another rank tells it.
+        model: the name of the served model.
+    """
+
+    def __init__(
+        self, frames: FrameManager, client: GraphsClient | None, clock: Clock, *, model: str
+    ) -> None:
+        self._timeout_s = frames.config.program_timeout_s
+        self._frames = frames
+        self._client = client
+        self._clock = clock
+        self._model = name_hash(model)
+        self._programs: OrderedDict[int, _Program] = OrderedDict()
+        """By hash; the longest quiet first."""
+        self._cancelled: OrderedDict[int, None] = OrderedDict()
+        self.is_used = True
+        """Whether the frame manager is told; the graphs process learns in any case."""
+        self.num_outlooks = 0
+
+    def arrived(self, key: str, req: Req, terms: RequestTerms) -> bool:
+        """A request was queued for the first time; False where its program is cancelled."""
+        slo = _call_of(terms)
+        if slo is None:
+            return True
+        program_hash = hash_of(terms.tenant, slo.program_id)
+        if program_hash in self._cancelled:
+            return False
+        program = self._program(program_hash, terms.tenant, slo.program_id)
+        call = self._call(program, key, req, slo, terms.arrival_s)
+        program.keys[key] = call.node
+        program.is_final |= slo.final
+        if self._client is not None:
+            self._client.arrived(
+                program_hash,
+                call,
+                opened_s=terms.arrival_s - slo.program_age_s,
+                deadline_at_s=terms.arrival_s + slo.deadline_s,
+                application=name_hash(terms.tenant, slo.application or "-"),
+                is_final=slo.final,
+            )
+        return True
+
+    def ended(self, key: str, req: Req, terms: RequestTerms) -> None:
+        """A request is over, however it ended."""
+        program_id = program_of(terms)
+        if not program_id:
+            return
+        program_hash = hash_of(terms.tenant, program_id)
+        program = self._programs.get(program_hash)
+        node = None if program is None else program.keys.pop(key, None)
+        if program is None or node is None:
+            return
+        output_tokens = len(req.output_ids)
+        program.links.ended(node, output_tokens)
+        if self._client is not None:
+            self._client.finished(
+                program_hash,
+                node,
+                output_tokens,
+                at_s=self._clock.now_s(),
+                has_failed=_has_failed(req),
+            )
+        if program.is_final and not program.keys:
+            del self._programs[program_hash]
+
+    def closed(self, program_hash: int, *, is_cancelled: bool) -> list[str]:
+        """A program is over by its client's word; the keys of its live requests."""
+        if is_cancelled:
+            # Calls of it may be on their way here still.
+            self._cancelled[program_hash] = None
+            while len(self._cancelled) > MAX_PROGRAMS:
+                self._cancelled.popitem(last=False)
+        program = self._programs.get(program_hash)
+        if program is None:
+            return []
+        self._frames.program_closed(*program.names)
+        if self._client is not None:
+            self._client.closed(program_hash, is_cancelled=is_cancelled)
+        program.is_final = True
+        if not program.keys:
+            del self._programs[program_hash]
+        return list(program.keys)
+
+    def listen(self) -> tuple[Outlook, ...]:
+        """Tell what has happened; what the graphs process has sent since the last call."""
+        return () if self._client is None else self._client.poll(self._pace())
+
+    def take(self, outlooks: tuple[Outlook, ...]) -> None:
+        """Use what has come in: here, or from the rank that asks."""
+        for outlook in outlooks:
+            program = self._programs.get(outlook.program)
+            if program is None:
+                continue
+            self.num_outlooks += 1
+            if self.is_used:
+                self._frames.expect(*program.names, _as_expected(outlook))
+
+    def use(self, *, is_used: bool) -> None:
+        """Let the frame manager have outlooks, or leave it to itself from now on."""
+        self.is_used = is_used
+
+    def state(self) -> dict[str, Any]:
+        """For whoever looks at the server."""
+        client = self._client
+        return {
+            "is_used": self.is_used,
+            "is_alive": client is not None and client.is_alive(),
+            "num_outlooks": self.num_outlooks,
+            "num_programs": len(self._programs),
+            "num_live": sum(bool(program.keys) for program in self._programs.values()),
+            "channel": {} if client is None else client.counters(),
+        }
+
+    def _program(self, program_hash: int, tenant: str, program_id: str) -> _Program:
+        program = self._programs.get(program_hash)
+        if program is None:
+            program = self._programs[program_hash] = _Program(tenant, program_id)
+        self._programs.move_to_end(program_hash)
+        program.heard_s = self._clock.now_s()
+        self._forget_quiet(program.heard_s)
+        return program
+
+    def _forget_quiet(self, now_s: float) -> None:
+        """Forget the programs that are over without a word, and of too many the quietest."""
+        while self._programs:
+            program_hash, program = next(iter(self._programs.items()))
+            is_over = now_s - program.heard_s >= self._timeout_s and not program.keys
+            if not is_over and len(self._programs) <= MAX_PROGRAMS:
+                return
+            del self._programs[program_hash]
+
+    def _call(self, program: _Program, key: str, req: Req, slo: CompoundSlo, at_s: float) -> Call:
+        node = name_hash("node", slo.node)
+        if not node or node in program.nodes:
+            # Without a name, or one of several answers to one call.
+            node = name_hash("request", key, str(self._frames.num_arrived))
+        program.nodes.add(node)
+        input_tokens = len(req.origin_input_ids)
+        known = tuple(name_hash("node", parent) for parent in slo.parents)
+        if not slo.node:
+            hashes = prefix_hashes(req.origin_input_ids)
+            known = known or program.links.arrived(node, hashes, input_tokens)
+        role, _, _ = slo.node.partition(ROLE_MARK)
+        return Call(
+            node=node,
+            role=name_hash("role", role),
+            model=self._model,
+            parents=known,
+            tools=tuple(name_hash("tool", tool) for tool in slo.tools),
+            input_tokens=input_tokens,
+            at_s=at_s,
+        )
+
+    def _pace(self) -> Pace:
+        """What work costs now, with as many together as run now."""
+        model = self._frames.step_time
+        _, decode_s, _, prefill_s, _ = model.coefficients
+        num = max(self._frames.num_running, 1)
+        return Pace(prefill_s, model.pace_s(num, num * self._frames.mean_context_tokens), decode_s)
+
+
+def _call_of(terms: RequestTerms) -> CompoundSlo | None:
+    """What makes a request a call of a program; None where it is none."""
+    if isinstance(terms.slo, CompoundSlo):
+        return terms.slo
+    if terms.closes_program:
+        # Streamed to whoever reads it: of the program it is the last call.
+        return CompoundSlo(0.0, terms.closes_program, final=True)
+    return None
+
+
+def hash_of(tenant: str, program_id: str) -> int:
+    """The number under which a program is known to all processes."""
+    return name_hash("program", tenant, program_id)
+
+
+def connect(address: str, clock: Clock, timeout_s: float) -> GraphsClient | None:
+    """A client of the graphs process at ``address``; None for no address."""
+    return GraphsClient(address, clock, timeout_s=timeout_s) if address else None
+
+
+def _has_failed(req: Req) -> bool:
+    return req.finished_reason is None or isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def _as_expected(outlook: Outlook) -> ProgramOutlook | None:
+    if not outlook.is_known:
+        return None
+    return ProgramOutlook(
+        future_input_tokens=outlook.input_tokens,
+        future_output_tokens=outlook.output_tokens,
+        future_stage_tokens=outlook.stage_tokens,
+        future_tool_s=outlook.tool_s,
+        stage_due_s=outlook.stage_due_s,
+        next_call_s=outlook.next_call_s,
+        next_input_tokens=outlook.next_input_tokens,
+    )
