@@ -74,6 +74,12 @@ def use_policy(url: str, policy: str, *, forecasts: bool = True) -> None:
     response.raise_for_status()
 
 
+def use_outlooks(url: str, *, is_used: bool) -> None:
+    """Let one of our servers use what the graphs process foresees, or not."""
+    response = httpx.post(f"{url}/slo/policy", json={"outlooks": is_used}, timeout=30)
+    response.raise_for_status()
+
+
 def flush(url: str) -> None:
     """Empty the prefix cache, so that no run profits from the one before."""
     httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()

@@ -1,1 +1,1 @@
-"""Things to copy and change: an objective of your own, a file of default SLOs."""
+"""Things to copy and change: programs, an objective of your own, a file of default SLOs."""

@@ -78,6 +78,25 @@ USED_NAMES: tuple[str, ...] = (
 )
 """Dotted names of SGLang that we import, subclass or wrap."""
 
+FRONTEND_NAMES: tuple[str, ...] = (
+    "sglang.lang.backend.base_backend.BaseBackend.end_program",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint._add_images",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint._assert_success",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint.commit_lazy_operations",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint.generate",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint.generate_stream",
+    "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint.select",
+    "sglang.lang.choices.ChoicesDecision",
+    "sglang.lang.interpreter.ProgramStateGroup.join",
+    "sglang.lang.interpreter.StreamExecutor.end",
+    "sglang.lang.interpreter.StreamExecutor.submit",
+    "sglang.lang.ir.SglCommitLazy",
+    "sglang.lang.ir.SglFunction",
+    "sglang.lang.ir.SglGen",
+    "sglang.lang.ir.SglSelect",
+)
+"""Those of SGLang's frontend language, which runs where programs run and not in the server."""
+
 
 def install(settings: Settings) -> None:
     """Register our hooks with SGLang; it applies them in every process it starts."""

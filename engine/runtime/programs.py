@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from core.clock import Clock
 from core.names import name_hash
 from core.slo import CompoundSlo, RequestTerms, program_of
+from engine.runtime import arrivals
 from graphs.client import GraphsClient
 from graphs.links import PrefixLinks, prefix_hashes
 from graphs.protocol import Outlook
@@ -23,6 +24,7 @@ from scheduler.programs import ProgramOutlook
 MAX_PROGRAMS = 10_000
 ROLE_MARK = "#"
 """What stands before it in a node's name is its role."""
+PREFIX_ROLE = "prefix"
 
 
 class _Program:
@@ -67,7 +69,7 @@ class ProgramWatch:
     def arrived(self, key: str, req: Req, terms: RequestTerms) -> bool:
         """A request was queued for the first time; False where its program is cancelled."""
         slo = _call_of(terms)
-        if slo is None:
+        if slo is None or _only_fills_the_cache(req, slo):
             return True
         program_hash = hash_of(terms.tenant, slo.program_id)
         if program_hash in self._cancelled:
@@ -187,10 +189,9 @@ class ProgramWatch:
         if not slo.node:
             hashes = prefix_hashes(req.origin_input_ids)
             known = known or program.links.arrived(node, hashes, input_tokens)
-        role, _, _ = slo.node.partition(ROLE_MARK)
         return Call(
             node=node,
-            role=name_hash("role", role),
+            role=name_hash("role", _role_of(slo)),
             model=self._model,
             parents=known,
             tools=tuple(name_hash("tool", tool) for tool in slo.tools),
@@ -214,6 +215,15 @@ def _call_of(terms: RequestTerms) -> CompoundSlo | None:
         # Streamed to whoever reads it: of the program it is the last call.
         return CompoundSlo(0.0, terms.closes_program, final=True)
     return None
+
+
+def _only_fills_the_cache(req: Req, slo: CompoundSlo) -> bool:
+    """SGLang's frontend sends such a call before a fork, or not, as its threads happen to run."""
+    return _role_of(slo).endswith(PREFIX_ROLE) and arrivals.max_output_tokens(req) == 0
+
+
+def _role_of(slo: CompoundSlo) -> str:
+    return slo.node.partition(ROLE_MARK)[0]
 
 
 def hash_of(tenant: str, program_id: str) -> int:

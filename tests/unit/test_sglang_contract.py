@@ -7,18 +7,22 @@ SGLang's that we override, wrap or call is listed in engine/runtime/overrides.py
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.metadata
 import inspect
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.runtime.overrides import (
     CLIP_VARIABLE,
+    FRONTEND_NAMES,
     GENERATE_REQUEST,
     OVERRIDDEN_METHODS,
     SCHEDULER,
@@ -89,7 +93,7 @@ def test_the_installed_sglang_is_the_pinned_one() -> None:
     )
 
 
-@pytest.mark.parametrize("dotted", USED_NAMES)
+@pytest.mark.parametrize("dotted", [*USED_NAMES, *FRONTEND_NAMES])
 def test_a_name_that_we_use_is_where_it_was(dotted: str) -> None:
     resolve(dotted)
 
@@ -256,3 +260,197 @@ def test_the_prefix_of_health_checks_is_the_one_that_the_http_layer_refuses() ->
     from engine.runtime.http_layer import HEALTH_CHECK_PREFIX
 
     assert HEALTH_CHECK_RID_PREFIX == HEALTH_CHECK_PREFIX
+
+
+# The frontend language: what engine/runtime/frontend.py counts on, tried out on SGLang's own
+# backends with nothing of ours in between.
+
+FRONTEND = "look in engine/runtime/frontend.py for what counts on it"
+
+
+def probe_backend() -> Any:
+    """A backend that notes who asks it for what."""
+    from sglang.lang.backend.base_backend import BaseBackend
+
+    class Probe(BaseBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked_with: list[Any] = []
+            """What the code that asks for `.endpoint` calls `program`."""
+            self.expressions: list[Any] = []
+            """What the code that makes a call calls `expr`, beside the state as `self`."""
+            self.fork_positions: list[Any] = []
+            self.ends: list[tuple[str, Any, BaseException | None]] = []
+            """Who lets go of a state: the function, its `self`, an exception on its way."""
+
+        @property
+        def endpoint(self) -> Any:
+            self.asked_with.append(sys._getframe(1).f_locals.get("program"))
+            return self
+
+        def _note(self, s: Any) -> None:
+            caller = sys._getframe(2).f_locals
+            self.expressions.append(caller["expr"] if caller.get("self") is s else None)
+            self.fork_positions.append(s.fork_start_text_pos)
+
+        def generate(self, s: Any, sampling_params: Any) -> Any:
+            self._note(s)
+            return "", {}
+
+        def commit_lazy_operations(self, s: Any) -> None:
+            self._note(s)
+
+        def end_program(self, s: Any) -> None:
+            caller = sys._getframe(2)
+            error = sys.exception()
+            trace = None if error is None else error.__traceback__
+            is_passing = trace is not None and trace.tb_frame is caller
+            name, owner = caller.f_code.co_name, caller.f_locals.get("self")
+            self.ends.append((name, owner, error if is_passing else None))
+
+    return Probe()
+
+
+def run_program(body: Any, backend: Any) -> Any:
+    """Run a function of a state as a program, in this thread but for its forks."""
+    function = resolve("sglang.lang.ir.SglFunction")
+
+    def program(s: Any) -> None:
+        body(s)
+
+    return function(program).run(backend=backend, use_thread=False)
+
+
+def gen(name: str) -> Any:
+    """SGLang's own expression for a call."""
+    return resolve("sglang.lang.ir.SglGen")(name)
+
+
+def test_a_run_asks_its_backend_for_an_endpoint_and_knows_its_program() -> None:
+    probe = probe_backend()
+    run_program(lambda s: None, probe)
+    assert probe.asked_with, f"run_program does not take backend.endpoint any more; {FRONTEND}"
+    assert isinstance(probe.asked_with[-1], resolve("sglang.lang.ir.SglFunction")), (
+        f"run_program does not call the function it runs `program` any more; {FRONTEND}"
+    )
+    num_asked = len(probe.asked_with)
+    function = resolve("sglang.lang.ir.SglFunction")(lambda s: None)
+    function.run_batch([{}, {}], backend=probe, num_threads=1)
+    assert len(probe.asked_with) - num_asked >= 3, (
+        f"the runs of run_batch do not each ask for backend.endpoint any more; {FRONTEND}"
+    )
+
+
+def test_a_fork_gets_the_backend_that_its_state_has_and_calls_with_its_expression() -> None:
+    probe = probe_backend()
+
+    def body(s: Any) -> None:
+        s += gen("a")
+        s.stream_executor.backend = after = copy.copy(probe)
+        fork = s.fork(1)[0]
+        assert fork.stream_executor.backend is after, (
+            f"a fork is not given the backend of the state it leaves any more; {FRONTEND}"
+        )
+        fork += gen("b")
+        fork.sync()
+
+    run_program(body, probe)
+    assert [getattr(item, "name", None) for item in probe.expressions] == ["a", "b"], (
+        f"a call is not made by a method of the state that calls it `expr` any more; {FRONTEND}"
+    )
+    assert probe.fork_positions[0] is None, f"a first state has a fork's position; {FRONTEND}"
+    assert probe.fork_positions[1] is not None, f"a fork has no position any more; {FRONTEND}"
+
+
+def test_an_expression_derived_from_a_commit_is_executed_as_one() -> None:
+    derived = type("Derived", (resolve("sglang.lang.ir.SglCommitLazy"),), {})()
+    probe = probe_backend()
+    run_program(lambda s: s.stream_executor.submit(derived), probe)
+    assert probe.expressions == [derived], (
+        f"what comes of SglCommitLazy does not reach commit_lazy_operations; {FRONTEND}"
+    )
+
+
+@pytest.mark.parametrize("mode", ["gather_variable", "concate_and_append"])
+def test_a_join_lets_go_of_its_forks_itself(mode: str) -> None:
+    probe = probe_backend()
+    states = []
+
+    def body(s: Any) -> None:
+        states.append(s)
+        s.fork(1).join(mode)
+
+    run_program(body, probe)
+    name, group, _ = probe.ends[0]
+    assert (name, type(group)) == ("join", resolve("sglang.lang.interpreter.ProgramStateGroup")), (
+        f"a join does not end its forks itself any more; {FRONTEND}"
+    )
+    assert group.src_state is states[0], f"a group does not know whom it came from; {FRONTEND}"
+
+
+def test_a_run_lets_go_of_its_state_with_what_its_function_raised() -> None:
+    calm, broken = probe_backend(), probe_backend()
+    try:
+        raise OSError
+    except OSError:
+        run_program(lambda s: None, calm)
+    assert calm.ends[0][2] is None, f"an exception from outside passes through a run; {FRONTEND}"
+
+    def body(s: Any) -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        run_program(body, broken)
+    assert isinstance(broken.ends[0][2], LookupError), (
+        f"a run that fails does not end its state while the exception passes; {FRONTEND}"
+    )
+
+
+def test_images_are_added_once_before_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang as sgl
+
+    module = resolve("sglang.lang.backend.runtime_endpoint")
+    seen: list[tuple[str, Any]] = []
+    row = {"input_token_logprobs": [[-0.1, 1, "x"], [-0.2, 2, "y"]], "output_token_logprobs": []}
+
+    def request(url: str, json: Any = None, stream: bool = False, **options: Any) -> Any:
+        if not url.endswith("/generate"):
+            return SimpleNamespace(status_code=200, json=lambda: {"model_path": "x"})
+        seen.append(("request", json))
+        one = {"text": "", "meta_info": {"prompt_tokens": 2}}
+        is_batch = "input_ids" in json or isinstance(json["text"], list)
+        value = [{"text": "", "meta_info": row}] * 2 if is_batch else one
+        return SimpleNamespace(status_code=200, json=lambda: value, iter_lines=lambda **_: [])
+
+    class Endpoint(module.RuntimeEndpoint):  # type: ignore[misc]  # SGLang is untyped
+        def _add_images(self, s: Any, data: Any) -> None:
+            super()._add_images(s, data)
+            seen.append(("images", data))
+
+    monkeypatch.setattr(module, "http_request", request)
+    endpoint = Endpoint("http://nowhere")
+
+    def body(s: Any) -> None:
+        s += "text" + sgl.gen("a")
+        s += sgl.select("b", ["x", "y"], 0.0, sgl.unconditional_likelihood_normalized)
+        s.fork(2).join()
+
+    def streamed(s: Any) -> None:
+        s += sgl.gen("c")
+
+    run_program(body, endpoint)
+    sgl.function(streamed).run(backend=endpoint, stream=True).sync()
+    kinds, bodies = [kind for kind, _ in seen], [data for _, data in seen]
+    assert kinds == ["images", "request"] * 6, (
+        f"a request is not preceded by _add_images any more, or has become two; {FRONTEND}"
+    )
+    assert all(bodies[at] is bodies[at + 1] for at in range(0, 12, 2)), (
+        f"_add_images is not given what is sent any more; {FRONTEND}"
+    )
+
+
+def test_the_server_cannot_join_the_kv_of_forks() -> None:
+    server = inspect.getsource(resolve("sglang.srt.entrypoints.http_server"))
+    assert "/concate_and_append_request" not in server, (
+        "SGLang's server joins forks again: JITEndpoint may leave support_concate_and_append on"
+    )
