@@ -4,15 +4,28 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from bench import collect, optimum, overhead, plot, predictor, prior, scheduler, serve
+from bench import (
+    collect,
+    graphs,
+    optimum,
+    overhead,
+    plot,
+    predictor,
+    prior,
+    programs,
+    scheduler,
+    serve,
+)
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "collect": collect.main,
+    "graphs": graphs.main,
     "optimum": optimum.main,
     "overhead": overhead.main,
     "plot": plot.main,
     "predictor": predictor.main,
     "prior": prior.main,
+    "programs": programs.main,
     "scheduler": scheduler.main,
     "serve": serve.main,
 }
@@ -29,6 +42,8 @@ def main(argv: list[str]) -> int:
         "serve: SLO attainment and goodput of several policies at an overload. "
         "plot: a chart of a serve run. "
         "predictor: the length predictor's latency, coverage and rivals. "
+        "graphs: time of a match, size of a pattern, and errors of the stages' shares. "
+        "programs: deadlines met by real programs, with what is foreseen of them and without. "
         "collect: answer lengths of prompts on a running server, to learn from. "
         "prior: make what the length predictor starts from.",
     )
