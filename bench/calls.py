@@ -14,7 +14,7 @@ import numpy as np
 
 from core.names import name_hash
 from graphs.protocol import Arrived, Finished
-from graphs.shape import Call, Pace, ProgramShape, StageShape, identity_of
+from graphs.shape import Call, Pace, ProgramShape, StageShape, set_hash
 
 PACE = Pace(prefill_s=5e-5, step_s=0.0078, token_s=2e-4)
 """A call alone is answered at 125 tokens a second, as the fastest of the logged calls were."""
@@ -41,27 +41,28 @@ class Stage(msgspec.Struct, frozen=True):
     calls: tuple[tuple[int, int], ...]
 
     @property
-    def identity(self) -> int:
-        """As the product has it: one model, and whether tools ran."""
-        return identity_of(MODEL, (TOOL,) if self.has_tools else ())
+    def tools(self) -> int:
+        """As the product has it: whether tools ran, since none has a name here."""
+        return set_hash((TOOL,) if self.has_tools else ())
 
     def shape(self) -> StageShape:
         """The whole stage."""
         outputs = [output for _, output in self.calls]
         return StageShape(
-            self.identity,
+            MODEL,
             name_hash(self.role),
             len(self.calls),
             float(sum(tokens for tokens, _ in self.calls)),
             float(sum(outputs)),
             float(max(outputs)),
             self.tool_s,
+            self.tools,
         )
 
     def opening(self) -> StageShape:
         """What is known of it when its first call has arrived."""
         first = float(self.calls[0][0])
-        return StageShape(self.identity, name_hash(self.role), 1, first, 0.0, 0.0, self.tool_s)
+        return StageShape(MODEL, name_hash(self.role), 1, first, 0.0, 0.0, self.tool_s, self.tools)
 
 
 class Program(msgspec.Struct, frozen=True):

@@ -97,9 +97,7 @@ class Matching:
             if remaining is None:
                 found.append(None)
             else:
-                # As the tracker does: what the tools took is over.
-                stage_s = max(remaining.stage_s - opened.tool_s, 0.0)
-                found.append(Times(truth.before_s, stage_s, remaining.later_s))
+                found.append(Times(truth.before_s, remaining.stage_s, remaining.later_s))
             match.close_stage(self._told(stage.shape()))
         return found
 
@@ -115,6 +113,7 @@ class Matching:
             stage.output_tokens,
             stage.longest_tokens,
             stage.tool_s,
+            stage.tools,
         )
 
 

@@ -13,10 +13,14 @@ from graphs.state import FORMAT_VERSION
 from graphs.store import CAPACITY, PatternStore
 from graphs.tracker import DEFAULT_TIMEOUT_S, Tracker
 
+SWITCH_INTERVAL_S = 0.0005
+
 
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent process is gone."""
     args = _parser().parse_args(argv)
+    # Clustering runs in a thread beside the loop: an answer must not wait long for its turn.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     host = Host("graphs", args, FORMAT_VERSION)
     clock = MonotonicClock()
     store, source = restored_store(lambda: PatternStore(args.patterns, clock.now_s()), host.store)

@@ -1,9 +1,10 @@
 """Matching a program that unfolds against pattern graphs, one stage after the other.
 
-Patterns whose prefix diverges (another model or tool at a stage, or an end before it) are
-pruned; the rest are scored with Gaussian kernels over the attributes of each stage (paper,
-section Estimating Dependency with Pattern-Graph Matching). A new stage adds one term to the
-score of each pattern that is left: nothing is computed anew.
+Patterns whose prefix diverges (another model at a stage, or an end before it) are pruned; the
+rest are scored with Gaussian kernels over the attributes of each stage (paper, section
+Estimating Dependency with Pattern-Graph Matching). Other tools are a penalty and no end:
+whether an agent uses one at this very step says little (docs/decisions/0011). A new stage adds
+one term to the score of each pattern that is left: nothing is computed anew.
 """
 
 import msgspec
@@ -31,19 +32,19 @@ from graphs.shape import Pace, StageShape
 Scores = npt.NDArray[np.float32]
 
 MIN_WEIGHT = 1e-3
-SIGMA_OCTAVES: Floats = np.array([1.0, 2.0, 2.0, 2.0, 3.0])
+SIGMA_OCTAVES: Floats = np.array([1.0, 1.0, 2.0, 2.0, 3.0])
 """Width of each attribute's kernel: two that differ so much are alike by exp(-1/2)."""
 MAX_PENALTY = 4.0
 """Most that one attribute may take from the logarithm of a similarity."""
 ROLE_PENALTY = 3.0
 """Another role is another part of the program, but names are not always kept."""
-DIVERGENCE_PENALTY = 2.0
-"""Of a pattern that diverges where too few are left to prune it."""
-ENOUGH = 32
-"""Patterns that must fit for the others to be pruned: rather a few that nearly fit than none."""
+TOOLS_PENALTY = 1.0
+"""Other tools before a stage, or none."""
+MODEL_PENALTY = 4.0
+"""Another model, where no pattern has this one: rather what nearly fits than nothing."""
 TOP = 64
 """Patterns that the outlook is a mixture of."""
-FORGETTING = 0.6
+FORGETTING = 0.5
 """Weight of a stage against the one after it: what came last says most of what comes next."""
 MIN_OF_APPLICATION = 8
 """Patterns of its own application from which on a program is compared with those alone."""
@@ -63,7 +64,7 @@ class Remaining(msgspec.Struct, frozen=True):
     """What is expected of a program after what is known of it.
 
     Attributes:
-        stage_s: execution time of the stage that is open, all of it.
+        stage_s: execution time of the stage that is open, without the tools before it.
         later_s: of all stages after it.
         stages: how many stages come after it.
         calls, input_tokens, output_tokens: of those stages together.
@@ -99,7 +100,7 @@ class Match:
         application: hash of its name; 0 where it has none.
     """
 
-    __slots__ = ("_alive", "_scores", "num_stages", "pack")
+    __slots__ = ("_alive", "_prior", "_scores", "num_stages", "pack")
 
     def __init__(self, pack: PatternPack, application: int = 0) -> None:
         self.pack = pack
@@ -110,7 +111,9 @@ class Match:
         own = np.flatnonzero(pack.application == index) if index != UNKNOWN else everyone
         self._alive: Indices = own if len(own) >= MIN_OF_APPLICATION else everyone
         prior = np.log(np.maximum(pack.weight[self._alive], MIN_WEIGHT))
-        self._scores: Scores = prior.astype(np.float32)
+        self._prior: Scores = prior.astype(np.float32)
+        """How often each was seen; other than what stages say, it does not age."""
+        self._scores: Scores = np.zeros(len(self._alive), dtype=np.float32)
 
     def __len__(self) -> int:
         """Patterns that still fit."""
@@ -121,19 +124,19 @@ class Match:
         other = Match.__new__(Match)
         other.pack, other.num_stages = self.pack, self.num_stages
         # Arrays are replaced, never written to.
-        other._alive, other._scores = self._alive, self._scores
+        other._alive, other._prior, other._scores = self._alive, self._prior, self._scores
         return other
 
     def close_stage(self, stage: StageShape) -> None:
         """The next stage is over: all of its calls have ended."""
         fits, places = self._fitting(stage)
         self._scores = self._scores[fits] * FORGETTING + self._similarity(stage, places, _WHOLE)
-        self._alive = self._alive[fits]
+        self._alive, self._prior = self._alive[fits], self._prior[fits]
         self.num_stages += 1
 
     def best(self) -> int:
         """The likeliest pattern's index; -1 where none fits."""
-        return int(self._alive[np.argmax(self._scores)]) if len(self) else -1
+        return int(self._alive[np.argmax(self._prior + self._scores)]) if len(self) else -1
 
     def outlook(self, pace: Pace, opened: StageShape | None = None) -> Remaining | None:
         """What is still to come, as the mean of the likeliest patterns; None where none fits.
@@ -142,7 +145,7 @@ class Match:
             opened: the next stage as far as it is known, or None between two stages. Its input
                 is that of its first call: the calls of a stage do not arrive all at once.
         """
-        alive, scores = self._alive, self._scores
+        alive, scores = self._alive, self._prior + self._scores
         if opened is not None:
             fits, places = self._fitting(opened)
             alive = alive[fits]
@@ -165,7 +168,7 @@ class Match:
         fits = np.flatnonzero(places < pack.offsets[alive + 1])
         places = places[fits]
         same = pack.identity[places] == pack.identities.get(stage.identity)
-        if np.count_nonzero(same) < ENOUGH:
+        if not same.any():
             return fits, places
         return fits[same], places[same]
 
@@ -178,7 +181,9 @@ class Match:
             gap = np.abs(pack.codes[attribute, places].astype(np.int16) - codes[attribute])
             total -= PENALTIES[attribute][gap]
         index = pack.identities.get(stage.identity)
-        total -= np.float32(DIVERGENCE_PENALTY) * (pack.identity[places] != index)
+        total -= np.float32(MODEL_PENALTY) * (pack.identity[places] != index)
+        tools = pack.toolsets.get(stage.tools)
+        total -= np.float32(TOOLS_PENALTY) * (pack.tools[places] != tools)
         if stage.role:
             role = pack.roles.get(stage.role)
             total -= np.float32(ROLE_PENALTY) * (pack.role[places] != role)
@@ -216,7 +221,7 @@ class _Mixture:
         per_call = 1.0 / np.maximum(values[CALLS], 1.0)
         following = self._weight * (self._rank == int(is_open))
         return Remaining(
-            stage_s=float((now * self._time_s).sum()),
+            stage_s=float((now * (self._time_s - values[TOOL])).sum()),
             later_s=float((later * self._time_s).sum()),
             stages=float(later.sum()),
             calls=float((later * values[CALLS]).sum()),

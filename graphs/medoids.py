@@ -8,7 +8,7 @@ the GPL, which this project is not.
 import numpy as np
 import numpy.typing as npt
 
-from graphs.matcher import PENALTIES, ROLE_PENALTY
+from graphs.matcher import PENALTIES, ROLE_PENALTY, TOOLS_PENALTY
 from graphs.patterns import ATTRIBUTES, UNKNOWN, Coded, Indices, PatternPack
 
 Distances = npt.NDArray[np.float32]
@@ -23,8 +23,8 @@ def distances_to(pack: PatternPack, program: Coded) -> Distances:
     """From every pattern to one program: 0 for the same, 1 where nothing is alike; shape (n,).
 
     One minus the mean similarity of the stages at the same place; a stage that one of the two
-    does not have, or of another identity, counts as not alike. Programs of two applications
-    that have names are never alike.
+    does not have, or of another model, counts as not alike. Programs of two applications that
+    have names are never alike.
     """
     starts = pack.offsets[:-1].astype(np.int64)
     lengths: Indices = np.diff(pack.offsets.astype(np.int64))
@@ -51,6 +51,7 @@ def _alike(pack: PatternPack, places: Indices, program: Coded, rank: int) -> Dis
         gaps = np.abs(pack.codes[attribute, places].astype(np.int16) - code)
         penalty += PENALTIES[attribute][gaps]
     penalty += np.float32(ROLE_PENALTY) * (pack.role[places] != program.role[rank])
+    penalty += np.float32(TOOLS_PENALTY) * (pack.tools[places] != program.tools[rank])
     alike: Distances = np.exp(-penalty / len(ATTRIBUTES))
     alike[pack.identity[places] != program.identity[rank]] = 0.0
     return alike

@@ -1,4 +1,4 @@
-"""Many pattern graphs as a few compact arrays: nine bytes a stage.
+"""Many pattern graphs as a few compact arrays: eleven bytes a stage.
 
 Counts, tokens and times are kept as logarithms in one byte each, a tenth of an octave apart:
 within 3.6 % of the truth, far nearer than two programs ever are to each other.
@@ -31,7 +31,7 @@ MAX_CODE = 255
 VALUES: Floats = 2.0 ** (np.arange(MAX_CODE + 1) / PER_OCTAVE) - 1.0
 """What a code stands for, in units of ``_UNITS``."""
 UNKNOWN = 0
-"""Index of an identity, role or application that is in no pattern or was not told."""
+"""Index of a name that is in no pattern or was not told."""
 _MAX_NAMES = 65_535
 
 
@@ -63,6 +63,7 @@ class Coded(NamedTuple):
 
     identity: npt.NDArray[np.uint16]
     role: npt.NDArray[np.uint16]
+    tools: npt.NDArray[np.uint16]
     codes: Codes
     application: int
 
@@ -98,8 +99,10 @@ class PatternPack:
         self._weight = np.zeros(64, dtype=np.float32)
         self._identity = np.zeros(512, dtype=np.uint16)
         self._role = np.zeros(512, dtype=np.uint16)
+        self._tools = np.zeros(512, dtype=np.uint16)
         self._codes: Codes = np.zeros((len(ATTRIBUTES), 512), dtype=np.uint8)
-        self.identities, self.roles, self.applications = Names(), Names(), Names()
+        self.identities, self.roles, self.toolsets = Names(), Names(), Names()
+        self.applications = Names()
         for shape, weight in zip(shapes, weights, strict=True):
             self.add(shape, weight)
 
@@ -132,6 +135,11 @@ class PatternPack:
         return self._role[: self._num_stages]
 
     @property
+    def tools(self) -> npt.NDArray[np.uint16]:
+        """Index into ``toolsets``, shape (stages,)."""
+        return self._tools[: self._num_stages]
+
+    @property
     def codes(self) -> Codes:
         """``ATTRIBUTES`` as codes, shape (5, stages)."""
         return self._codes[:, : self._num_stages]
@@ -145,6 +153,7 @@ class PatternPack:
             self.weight,
             self.identity,
             self.role,
+            self.tools,
             self.codes,
         )
         return sum(part.nbytes for part in parts)
@@ -158,6 +167,7 @@ class PatternPack:
         return Coded(
             np.array([self.identities.enter(stage.identity) for stage in stages], dtype=np.uint16),
             np.array([self.roles.enter(stage.role) for stage in stages], dtype=np.uint16),
+            np.array([self.toolsets.enter(stage.tools) for stage in stages], dtype=np.uint16),
             codes,
             self.applications.enter(shape.application),
         )
@@ -168,6 +178,7 @@ class PatternPack:
         return Coded(
             self._identity[stages],
             self._role[stages],
+            self._tools[stages],
             self._codes[:, stages],
             int(self._application[index]),
         )
@@ -179,6 +190,7 @@ class PatternPack:
         self._make_room(self._num + 2, end)
         self._identity[begin:end] = coded.identity
         self._role[begin:end] = coded.role
+        self._tools[begin:end] = coded.tools
         self._codes[:, begin:end] = coded.codes
         index = self._num
         self._application[index] = coded.application
@@ -190,7 +202,7 @@ class PatternPack:
     def _make_room(self, num: int, num_stages: int) -> None:
         for name in ("_offsets", "_application", "_weight"):
             setattr(self, name, _grown(getattr(self, name), num))
-        for name in ("_identity", "_role", "_codes"):
+        for name in ("_identity", "_role", "_tools", "_codes"):
             setattr(self, name, _grown(getattr(self, name), num_stages))
 
 

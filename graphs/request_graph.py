@@ -10,7 +10,7 @@ from typing import Any
 
 import networkx
 
-from graphs.shape import MAX_STAGES, Call, ProgramShape, StageShape, identity_of
+from graphs.shape import MAX_STAGES, Call, ProgramShape, StageShape, set_hash
 
 MAX_NODES = 2048
 """Calls and tools kept as nodes; further ones count into their stages only."""
@@ -32,10 +32,12 @@ class _Stage:
         "role",
         "started_s",
         "tool_s",
+        "tools",
     )
 
     def __init__(self, call: Call, tool_s: float) -> None:
-        self.identity = identity_of(call.model, call.tools)
+        self.identity = call.model
+        self.tools = set_hash(call.tools)
         self.role = call.role
         self.started_s = self.ended_s = call.at_s
         self.tool_s = tool_s
@@ -51,6 +53,7 @@ class _Stage:
             self.output_tokens,
             self.longest_tokens,
             self.tool_s,
+            self.tools,
         )
 
 

@@ -55,12 +55,13 @@ class StageShape(msgspec.Struct, frozen=True, array_like=True):
     """One stage.
 
     Attributes:
-        identity: of the model called first and of the tools before it, where they were told.
+        identity: of the model called first.
         role: of its first call, by name; 0 where it was not told.
         num_calls: that run side by side.
         input_tokens, output_tokens: of all its calls together.
         longest_tokens: output of the longest call.
         tool_s: from the end of the stage before to its first call.
+        tools: of the set of tools that ran then; 0 where none was told.
     """
 
     identity: int
@@ -70,6 +71,7 @@ class StageShape(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: float
     longest_tokens: float
     tool_s: float
+    tools: int = 0
 
     def time_s(self, pace: Pace) -> float:
         """Execution time at ``pace``: the tools, the prompts, then the longest answer's steps.
@@ -91,12 +93,13 @@ class ProgramShape(msgspec.Struct, frozen=True, array_like=True):
     stages: tuple[StageShape, ...]
 
 
-def identity_of(model: int, tools: Iterable[int]) -> int:
-    """One number below 2**63 for a model and the set of tools that ran before it."""
+def set_hash(names: Iterable[int]) -> int:
+    """One number below 2**63 for a set of hashes; 0 for an empty one."""
     digest = hashlib.blake2b(digest_size=8)
-    for value in (model, *sorted(set(tools))):
-        digest.update(value.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little") >> 1
+    distinct = sorted(set(names))
+    for name in distinct:
+        digest.update(name.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1 if distinct else 0
 
 
 def cut_to(stages: Sequence[StageShape], most: int) -> tuple[StageShape, ...]:
@@ -112,5 +115,6 @@ def cut_to(stages: Sequence[StageShape], most: int) -> tuple[StageShape, ...]:
         last.output_tokens + sum(stage.output_tokens for stage in rest),
         last.longest_tokens + sum(stage.longest_tokens for stage in rest),
         last.tool_s + sum(stage.tool_s for stage in rest),
+        last.tools,
     )
     return (*stages[: most - 1], merged)

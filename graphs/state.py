@@ -52,7 +52,7 @@ def _check(shape: ProgramShape) -> None:
 
 
 def _is_stage(stage: StageShape) -> bool:
-    names = (stage.identity, stage.role)
+    names = (stage.identity, stage.role, stage.tools)
     amounts = (
         float(stage.num_calls),
         stage.input_tokens,

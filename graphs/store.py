@@ -22,7 +22,7 @@ CAPACITY = 500
 """With more, matching gets slower and hardly better (docs/experiments.md)."""
 DECAY_PER_HOUR = 0.9
 DECAY_EVERY_S = 60.0
-SAME_DISTANCE = 0.02
+SAME_DISTANCE = 0.002
 """Programs nearer than this are one pattern."""
 KEPT_FRACTION = 0.75
 """Of the capacity, after clustering: room for what comes."""

@@ -230,24 +230,25 @@ class Tracker:
         graph = running.graph
         match = self._matched_up(program, running)
         stage = match.num_stages
-        opened = graph.stage(stage)
-        is_between = stage == graph.num_stages - 1 and not graph.num_live_in(stage)
-        if running.is_final:
-            remaining: Remaining | None = None
-        elif is_between:
-            match = match.copy()
-            match.close_stage(opened)
-            remaining = match.outlook(running.pace)
-        else:
-            remaining = match.outlook(running.pace, opened)
+        is_between = stage == graph.num_stages
+        opened = graph.stage(min(stage, graph.num_stages - 1))
+        remaining: Remaining | None = None
+        if not running.is_final:
+            remaining = match.outlook(running.pace, None if is_between else opened)
         if remaining is None:
             # Of its last stage everything is known: nothing follows.
             due_s = running.deadline_at_s if running.is_final else None
-            return Outlook(program, graph.num_calls, stage, running.is_final, stage_due_s=due_s)
+            return Outlook(
+                program,
+                graph.num_calls,
+                min(stage, graph.num_stages - 1),
+                running.is_final,
+                stage_due_s=due_s,
+            )
         return Outlook(
             program,
             graph.num_calls,
-            stage,
+            min(stage, graph.num_stages - 1),
             is_known=True,
             calls=remaining.calls + remaining.missing_calls,
             stages=remaining.stages,
@@ -256,12 +257,12 @@ class Tracker:
             stage_tokens=remaining.longest_tokens,
             tool_s=remaining.tool_s,
             stage_due_s=None if is_between else self._due_s(running, stage, opened, remaining),
-            next_call_s=_next_call_s(graph, stage, remaining) if is_between else None,
+            next_call_s=_next_call_s(graph, remaining) if is_between else None,
             next_input_tokens=remaining.next_input_tokens if is_between else 0.0,
         )
 
     def _matched_up(self, program: int, running: Running) -> Match:
-        """The match of a program, up to the first stage that is not over."""
+        """The match of a program, up to the first stage that has a live call."""
         match = running.match
         if match is None or match.pack is not self.store.pack or running.is_wrong:
             match = running.match = Match(self.store.pack, running.application)
@@ -273,7 +274,7 @@ class Tracker:
             if old is not None:
                 old.match = None
         graph = running.graph
-        while match.num_stages < graph.num_stages - 1 and not graph.num_live_in(match.num_stages):
+        while match.num_stages < graph.num_stages and not graph.num_live_in(match.num_stages):
             stage = graph.stage(match.num_stages)
             running.done_s += stage.time_s(running.pace)
             match.close_stage(stage)
@@ -282,20 +283,19 @@ class Tracker:
     def _due_s(
         self, running: Running, stage: int, opened: StageShape, remaining: Remaining
     ) -> float:
-        # The tools before it have run: what is shared out from its first call on is the rest.
-        stage_s = max(remaining.stage_s - opened.tool_s, 0.0)
         return stage_due_s(
             self._how,
             opened_s=running.opened_s,
             deadline_at_s=running.deadline_at_s,
             started_s=running.graph.started_s(stage),
+            # The tools before it have run: what is shared out from its first call on is the rest.
             before_s=running.done_s + opened.tool_s,
-            stage_s=stage_s,
+            stage_s=remaining.stage_s,
             later_s=remaining.later_s,
         )
 
 
-def _next_call_s(graph: RequestGraph, stage: int, remaining: Remaining) -> float | None:
+def _next_call_s(graph: RequestGraph, remaining: Remaining) -> float | None:
     if remaining.stages < 0.5:
         return None
-    return graph.ended_s(stage) + remaining.next_tool_s
+    return graph.ended_s(graph.num_stages - 1) + remaining.next_tool_s
