@@ -113,9 +113,10 @@ def test_an_opening_knows_the_first_call_alone(tmp_path):
     assert (opened.identity, opened.role) == (whole.identity, name_hash("value"))
 
 
-def test_identities_tell_whether_tools_ran(tmp_path):
-    first, second, third = log_of(tmp_path)[0].stages
-    assert first.identity == second.identity != third.identity
+def test_a_stage_tells_whether_tools_ran(tmp_path):
+    first, second, third = (stage.shape() for stage in log_of(tmp_path)[0].stages)
+    assert first.tools == second.tools == 0 != third.tools
+    assert first.identity == second.identity == third.identity
 
 
 def test_events_draw_the_graph_that_the_shape_says(tmp_path):
