@@ -6,8 +6,6 @@ import msgspec
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_PROGRAMS = 10_000
-ABANDONED_FACTOR = 10.0
-"""So many time-outs after its last call began, a call that never ended is given up."""
 
 
 class ProgramCancelledError(ValueError):
@@ -21,9 +19,9 @@ class ProgramOutcome(msgspec.Struct, frozen=True):
     """
 
     calls: int
-    """Calls that have finished."""
+    """Calls of which an answer has finished."""
     tokens: int
-    """Input and output tokens of all of them."""
+    """Input and output tokens of all their answers."""
     goodput_tokens: int
     """The same if the latest of them was complete by the program's deadline, else 0."""
 
@@ -55,9 +53,13 @@ class ProgramRecord:
         self.num_live += 1
         self.heard_s = max(self.heard_s, now_s)
 
-    def finished(self, tokens: int, now_s: float) -> None:
-        """An answer is complete, with so many input and output tokens."""
-        self.num_finished += 1
+    def finished(self, tokens: int, now_s: float, *, is_first: bool = True) -> None:
+        """An answer is complete, with so many input and output tokens.
+
+        Args:
+            is_first: it is the first of its call; with ``n`` a call has several.
+        """
+        self.num_finished += is_first
         self.tokens += tokens
         self.ended_s = max(self.ended_s, now_s)
 
@@ -103,16 +105,21 @@ class ProgramBook:
         Raises:
             ProgramCancelledError: its client has cancelled it.
         """
+        self.check(tenant, program_id, now_s)
         key = (tenant, program_id)
         record = self._records.pop(key, None)
         if record is None or record.is_closed or self._is_over(record, now_s):
             record = ProgramRecord(ProgramClock(now_s, now_s + deadline_s))
         self._records[key] = record
-        if record.is_cancelled:
-            raise ProgramCancelledError(program_id)
         record.heard_s = max(record.heard_s, now_s)
         self._bound(now_s)
         return record.clock
+
+    def check(self, tenant: str, program_id: str, now_s: float) -> None:
+        """Raise ProgramCancelledError where its client has cancelled it a short time ago."""
+        record = self._records.get((tenant, program_id))
+        if record is not None and record.is_cancelled and not self._is_over(record, now_s):
+            raise ProgramCancelledError(program_id)
 
     def get(self, tenant: str, program_id: str) -> ProgramRecord | None:
         """The record of a program, while a call of it may follow or is live."""
@@ -125,6 +132,12 @@ class ProgramBook:
             return None
         record.is_closed = True
         return record
+
+    def reopen(self, tenant: str, program_id: str) -> None:
+        """What was to be its last call has come to nothing: another one may follow."""
+        record = self._records.get((tenant, program_id))
+        if record is not None:
+            record.is_closed = False
 
     def cancel(self, tenant: str, program_id: str) -> ProgramRecord | None:
         """Refuse its calls from now on; its record, or None where it is not known or over."""
@@ -141,9 +154,7 @@ class ProgramBook:
             del self._records[(tenant, program_id)]
 
     def _is_over(self, record: ProgramRecord, now_s: float) -> bool:
-        quiet_s = now_s - record.heard_s
-        limit_s = self._timeout_s * (ABANDONED_FACTOR if record.num_live else 1.0)
-        return quiet_s >= limit_s
+        return not record.num_live and now_s - record.heard_s >= self._timeout_s
 
     def _bound(self, now_s: float) -> None:
         while self._records:

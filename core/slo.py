@@ -95,6 +95,12 @@ def program_of(terms: RequestTerms) -> str:
     return slo.program_id if isinstance(slo, CompoundSlo) else terms.closes_program
 
 
+def is_final(terms: RequestTerms) -> bool:
+    """Whether it is to be the last call of its program."""
+    slo = terms.slo
+    return slo.final if isinstance(slo, CompoundSlo) else bool(terms.closes_program)
+
+
 def slo_type(slo: Slo) -> SloType:
     """The class name used in answers, metrics and defaults."""
     match slo:

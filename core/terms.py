@@ -300,6 +300,7 @@ def _last_stream(
     for name, check in checks:
         if name in given:
             check(*given[name])
+    programs.check(tenant, program_id, now_s)
     programs.close(tenant, program_id)
     return slo
 

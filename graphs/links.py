@@ -48,7 +48,7 @@ def prefix_hashes(token_ids: Sequence[int]) -> Hashes:
 
 
 class _Seen:
-    __slots__ = ("end_tokens", "last_hash", "node", "num_blocks")
+    __slots__ = ("end_tokens", "has_ended", "last_hash", "node", "num_blocks")
 
     def __init__(self, node: int, hashes: Hashes, input_tokens: int) -> None:
         self.node = node
@@ -56,6 +56,7 @@ class _Seen:
         self.last_hash = int(hashes[-1]) if len(hashes) else 0
         self.end_tokens = input_tokens
         """Length of its prompt; with its answer once that is there."""
+        self.has_ended = False
 
 
 class PrefixLinks:
@@ -69,6 +70,9 @@ class PrefixLinks:
         best: list[_Seen] = []
         for seen in self._seen.values():
             if not 0 < seen.num_blocks <= len(hashes) or input_tokens <= seen.end_tokens:
+                continue
+            if not seen.has_ended:
+                # Its answer cannot be in the prompt.
                 continue
             if int(hashes[seen.num_blocks - 1]) != seen.last_hash:
                 continue
@@ -88,3 +92,4 @@ class PrefixLinks:
         seen = self._seen.get(node)
         if seen is not None:
             seen.end_tokens += output_tokens
+            seen.has_ended = True

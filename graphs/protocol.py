@@ -33,7 +33,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
     """A call of a program has arrived.
 
     Attributes:
-        program, application: hashes; the application's is 0 where it has no name.
+        program, application: hashes; the application's is its tenant's own where it has no name.
         place: how many calls of this program the sender has seen before.
         call: see ``graphs.shape``.
         opened_s, deadline_at_s: of the whole program.

@@ -190,9 +190,9 @@ class FrameManager:
         """What a pattern match expects of a program's calls still to come; None: nothing fits."""
         self.programs.expect(tenant, program_id, outlook)
 
-    def program_closed(self, tenant: str, program_id: str) -> None:
+    def program_closed(self, tenant: str, program_id: str, *, is_cancelled: bool = False) -> None:
         """Its client has said that no call of it will follow."""
-        self.programs.close(tenant, program_id)
+        self.programs.close(tenant, program_id, is_cancelled=is_cancelled)
 
     def answer_began(self, request_id: str) -> None:
         """A reasoning request has done thinking: from its next token on it is a stream.

@@ -28,8 +28,13 @@ class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_TIMEOUT_S = 600.0
+MAX_STAGES = 256.0
+"""Most stages that a program is taken to have still to come."""
+_MIN_ALLOWANCE_S = 0.1
+"""A program given less time cannot be meant: how many stages it has says nothing of others."""
 _MAX_ALLOWANCE_S = 1e6
 """More time than this is no deadline."""
+_AMOUNTS = ("future_in", "future_out", "future_stage", "future_tool_s")
 _RECENT_PROGRAMS = 64.0
 """Closed programs that the relation of stages to time is learnt from, about."""
 
@@ -88,23 +93,32 @@ class Programs:
         index = self._index.get(key)
         if index is None:
             index = self._new(key)
-            known_s = allowance_s if 0 < allowance_s < _MAX_ALLOWANCE_S else 0.0
+            is_known = _MIN_ALLOWANCE_S <= allowance_s < _MAX_ALLOWANCE_S
+            known_s = allowance_s if is_known else 0.0
             self._columns["allowance_s"][index] = known_s
         self._idle.pop(key, None)
         stages = self._columns["stages"]
         if self._live[index] == 0:
             stages[index] += 1
+            # What was said of the stage before is no news of this one.
+            self._columns["stage_due_s"][index] = math.inf
         self._live[index] += 1
         self._columns["next_call_s"][index] = math.inf
         if is_final:
             self._close(index)
         return index
 
-    def close(self, tenant: str, program_id: str) -> None:
-        """No call of it will follow; ignored for a program that is not known."""
+    def close(self, tenant: str, program_id: str, *, is_cancelled: bool = False) -> None:
+        """No call of it will follow; ignored for a program that is not known.
+
+        Args:
+            is_cancelled: it has not come to its end, and says nothing of others.
+        """
         index = self._index.get((tenant, program_id))
         if index is None:
             return
+        if is_cancelled:
+            self._columns["allowance_s"][index] = 0.0
         self._close(index)
         if self._live[index] == 0:
             self._forget((tenant, program_id))
@@ -122,8 +136,9 @@ class Programs:
         if index in self._closed:
             return
         self._closed.add(index)
-        for name in ("is_open", "future_in", "future_out", "future_stage", "future_tool_s"):
+        for name in ("is_open", "next_in", *_AMOUNTS):
             self._columns[name][index] = 0.0
+        self._columns["next_call_s"][index] = math.inf
         allowance_s = float(self._columns["allowance_s"][index])
         if allowance_s > 0:
             stages = float(self._columns["stages"][index])
@@ -180,8 +195,7 @@ class Programs:
             "next_in": outlook.next_input_tokens,
         }
         for name, value in amounts.items():
-            if math.isfinite(value):
-                self._columns[name][index] = min(max(value, 0.0), 1e12)
+            self._columns[name][index] = min(max(value, 0.0), 1e12) if math.isfinite(value) else 0.0
         times = {"stage_due_s": outlook.stage_due_s, "next_call_s": outlook.next_call_s}
         for name, at_s in times.items():
             is_time = at_s is not None and not math.isnan(at_s)
@@ -204,7 +218,7 @@ class Programs:
             return np.zeros(self.num_indices)
         stages_per_s = self._closed_stages / self._closed_allowance_s
         more = self.column("allowance_s") * stages_per_s - self.column("stages")
-        to_come: Floats = np.maximum(more, 1.0) * self.column("is_open")
+        to_come: Floats = np.clip(more, 1.0, MAX_STAGES) * self.column("is_open")
         return to_come
 
     def column(self, name: str) -> Floats:

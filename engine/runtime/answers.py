@@ -41,6 +41,8 @@ class AnswerLog:
         self._trackers: dict[str, OutcomeTracker] = {}
         self._outcomes: dict[str, SloOutcome] = {}
         self.drop_reason: str | None = None
+        self.has_finished = False
+        """An answer of it came to its end."""
 
     def observe(self, output: dict[str, Any]) -> None:
         """One output of SGLang: tokens so far of one answer, and whether it is its last."""
@@ -69,7 +71,10 @@ class AnswerLog:
         outcome = tracker.finish(input_tokens, now_s, reason)
         if self.program is not None:
             if reason is None:
-                self.program.finished(input_tokens + sent_tokens, now_s)
+                self.program.finished(
+                    input_tokens + sent_tokens, now_s, is_first=not self.has_finished
+                )
+                self.has_finished = True
             outcome = msgspec.structs.replace(outcome, program=self.program.outcome())
         self._outcomes[answer_id] = outcome
         output["metadata"] = {"slo": to_json(outcome)}

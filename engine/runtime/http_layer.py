@@ -14,7 +14,7 @@ import msgspec
 
 from core.clock import Clock
 from core.programs import ProgramBook, ProgramCancelledError, ProgramRecord
-from core.slo import program_of
+from core.slo import is_final, program_of
 from core.terms import (
     HEADERS,
     SLO_FIELDS,
@@ -102,8 +102,7 @@ class SloMiddleware:
         finally:
             answers.current.reset(token)
             if program is not None and log is not None:
-                program.leave(self._clock.now_s())
-                self._programs.tidy(log.terms.tenant, program_of(log.terms))
+                self._leave_program(program, log)
 
     def _enter_program(self, log: AnswerLog | None) -> ProgramRecord | None:
         """The program that the request is a call of, with one live call more."""
@@ -111,6 +110,14 @@ class SloMiddleware:
         if program is not None:
             program.begin(self._clock.now_s())
         return program
+
+    def _leave_program(self, program: ProgramRecord, log: AnswerLog) -> None:
+        program.leave(self._clock.now_s())
+        tenant, program_id = log.terms.tenant, program_of(log.terms)
+        if is_final(log.terms) and not log.has_finished:
+            # Dropped, refused or left: its client may try again, by the same deadline.
+            self._programs.reopen(tenant, program_id)
+        self._programs.tidy(tenant, program_id)
 
     def _accept(self, scope: Scope, raw: bytes, arrival_s: float) -> tuple[bytes, AnswerLog | None]:
         """The body for SGLang and the log of the request; raises FieldError.

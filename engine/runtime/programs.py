@@ -22,6 +22,8 @@ from scheduler.frame import FrameManager
 from scheduler.programs import ProgramOutlook
 
 MAX_PROGRAMS = 10_000
+MAX_NAMED_CALLS = 4096
+"""Names of a program that are kept; a call of a longer one has a number instead."""
 ROLE_MARK = "#"
 """What stands before it in a node's name is its role."""
 PREFIX_ROLE = "prefix"
@@ -30,7 +32,7 @@ PREFIX_ROLE = "prefix"
 class _Program:
     """A program as far as this scheduler process has seen it."""
 
-    __slots__ = ("heard_s", "is_final", "keys", "links", "names", "nodes")
+    __slots__ = ("heard_s", "is_final", "keys", "links", "names", "nodes", "num_told")
 
     def __init__(self, tenant: str, program_id: str) -> None:
         self.names = (tenant, program_id)
@@ -38,6 +40,8 @@ class _Program:
         """Nodes of its live requests by the id under which the frame manager knows them."""
         self.nodes: set[int] = set()
         self.heard_s = 0.0
+        self.num_told = 0
+        """Calls that the graphs process has been told of from here."""
         self.is_final = False
         """No call of it will follow."""
         self.links = PrefixLinks()
@@ -61,7 +65,8 @@ class ProgramWatch:
         self._model = name_hash(model)
         self._programs: OrderedDict[int, _Program] = OrderedDict()
         """By hash; the longest quiet first."""
-        self._cancelled: OrderedDict[int, None] = OrderedDict()
+        self._cancelled: OrderedDict[int, float] = OrderedDict()
+        """Programs whose calls are refused, by when they were cancelled."""
         self.is_used = True
         """Whether the frame manager is told; the graphs process learns in any case."""
         self.num_outlooks = 0
@@ -72,12 +77,13 @@ class ProgramWatch:
         if slo is None or _only_fills_the_cache(req, slo):
             return True
         program_hash = hash_of(terms.tenant, slo.program_id)
-        if program_hash in self._cancelled:
+        if self._is_cancelled(program_hash):
             return False
         program = self._program(program_hash, terms.tenant, slo.program_id)
         call = self._call(program, key, req, slo, terms.arrival_s)
         program.keys[key] = call.node
         program.is_final |= slo.final
+        program.num_told += 1
         if self._client is not None:
             self._client.arrived(
                 program_hash,
@@ -101,6 +107,7 @@ class ProgramWatch:
             return
         output_tokens = len(req.output_ids)
         program.links.ended(node, output_tokens)
+        self._hear(program_hash, program)
         if self._client is not None:
             self._client.finished(
                 program_hash,
@@ -116,13 +123,13 @@ class ProgramWatch:
         """A program is over by its client's word; the keys of its live requests."""
         if is_cancelled:
             # Calls of it may be on their way here still.
-            self._cancelled[program_hash] = None
+            self._cancelled[program_hash] = self._clock.now_s()
             while len(self._cancelled) > MAX_PROGRAMS:
                 self._cancelled.popitem(last=False)
         program = self._programs.get(program_hash)
         if program is None:
             return []
-        self._frames.program_closed(*program.names)
+        self._frames.program_closed(*program.names, is_cancelled=is_cancelled)
         if self._client is not None:
             self._client.closed(program_hash, is_cancelled=is_cancelled)
         program.is_final = True
@@ -138,7 +145,8 @@ class ProgramWatch:
         """Use what has come in: here, or from the rank that asks."""
         for outlook in outlooks:
             program = self._programs.get(outlook.program)
-            if program is None:
+            if program is None or outlook.num_calls < program.num_told:
+                # Gone, or another call has arrived since: what is said of it comes next.
                 continue
             self.num_outlooks += 1
             if self.is_used:
@@ -164,10 +172,23 @@ class ProgramWatch:
         program = self._programs.get(program_hash)
         if program is None:
             program = self._programs[program_hash] = _Program(tenant, program_id)
-        self._programs.move_to_end(program_hash)
-        program.heard_s = self._clock.now_s()
+        self._hear(program_hash, program)
         self._forget_quiet(program.heard_s)
         return program
+
+    def _hear(self, program_hash: int, program: _Program) -> None:
+        self._programs.move_to_end(program_hash)
+        program.heard_s = self._clock.now_s()
+
+    def _is_cancelled(self, program_hash: int) -> bool:
+        """As the HTTP process has it: after the time-out the id is free again."""
+        since_s = self._cancelled.get(program_hash)
+        if since_s is None:
+            return False
+        if self._clock.now_s() - since_s < self._timeout_s:
+            return True
+        del self._cancelled[program_hash]
+        return False
 
     def _forget_quiet(self, now_s: float) -> None:
         """Forget the programs that are over without a word, and of too many the quietest."""
@@ -180,10 +201,12 @@ class ProgramWatch:
 
     def _call(self, program: _Program, key: str, req: Req, slo: CompoundSlo, at_s: float) -> Call:
         node = name_hash("node", slo.node)
-        if not node or node in program.nodes:
+        is_many = len(program.nodes) >= MAX_NAMED_CALLS
+        if not node or is_many or node in program.nodes:
             # Without a name, or one of several answers to one call.
             node = name_hash("request", key, str(self._frames.num_arrived))
-        program.nodes.add(node)
+        if not is_many:
+            program.nodes.add(node)
         input_tokens = len(req.origin_input_ids)
         known = tuple(name_hash("node", parent) for parent in slo.parents)
         if not slo.node:

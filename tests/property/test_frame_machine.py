@@ -19,6 +19,7 @@ from core.slo import (
     ReasoningSlo,
     RequestTerms,
     Slo,
+    program_of,
 )
 from scheduler.config import SchedulerConfig
 from scheduler.frame import FrameManager
@@ -27,6 +28,8 @@ from scheduler.policies import POLICIES
 from scheduler.programs import ProgramOutlook
 from scheduler.step_time import StepObservation
 
+TENANTS = ("", "a", "b")
+PROGRAMS = ("p", "q")
 seconds = st.floats(min_value=1e-3, max_value=1e6, allow_nan=False)
 slos = st.one_of(
     st.builds(LatencySlo, seconds, seconds),
@@ -34,7 +37,7 @@ slos = st.one_of(
     st.builds(
         lambda left, program, final: CompoundSlo(left, program, final=final),
         st.floats(-10, 1e6, allow_nan=False),
-        st.sampled_from(["p", "q"]),
+        st.sampled_from(PROGRAMS),
         st.booleans(),
     ),
     st.builds(BestEffortSlo, seconds),
@@ -43,6 +46,7 @@ slos = st.one_of(
 forecasts = st.lists(st.floats(0, 1e30), min_size=1, max_size=5)
 nonsense = st.lists(st.sampled_from([math.nan, math.inf, -1.0]), max_size=3)
 odd_durations = st.sampled_from([0.0, -1.0, math.nan, math.inf, 1e-12, 1e9])
+amounts = st.floats() | st.floats(0, 1000)
 
 
 class FrameMachine(RuleBasedStateMachine):
@@ -58,7 +62,9 @@ class FrameMachine(RuleBasedStateMachine):
     def build(
         self, policy: str, max_batch: int, spare_slots: int, total_kv: int, frame_steps: int
     ) -> None:
-        config = SchedulerConfig(policy=policy, frame_steps=frame_steps, frame_s=0.1)
+        config = SchedulerConfig(
+            policy=policy, frame_steps=frame_steps, frame_s=0.1, program_timeout_s=2.0
+        )
         self.engine = ToyEngine(
             FrameManager(config),
             max_batch=max_batch,
@@ -74,8 +80,9 @@ class FrameMachine(RuleBasedStateMachine):
         max_output=st.integers(1, 15),
         waiting_time_s=st.none() | seconds,
         on_miss=st.sampled_from(OnMiss),
-        tenant=st.sampled_from(["", "a", "b"]),
+        tenant=st.sampled_from(TENANTS),
         priority=st.integers(-(2**70), 2**70),
+        closes=st.sampled_from(["", "", *PROGRAMS]),
     )
     def arrive(
         self,
@@ -87,8 +94,10 @@ class FrameMachine(RuleBasedStateMachine):
         on_miss: OnMiss,
         tenant: str,
         priority: int,
+        closes: str,
     ) -> None:
-        terms = RequestTerms(self.engine.now_s, slo, waiting_time_s, on_miss, tenant)
+        closed = closes if isinstance(slo, LatencySlo) else ""
+        terms = RequestTerms(self.engine.now_s, slo, waiting_time_s, on_miss, tenant, closed)
         name = f"r{self.num_arrived}"
         self.num_arrived += 1
         self.engine.arrive(Job(name, terms, input_tokens, output_tokens, max_output, priority))
@@ -109,10 +118,54 @@ class FrameMachine(RuleBasedStateMachine):
     def answer_begins(self, data: st.DataObject) -> None:
         self.engine.manager.answer_began(f"r{data.draw(st.integers(0, self.num_arrived))}")
 
-    @rule(program=st.sampled_from(["p", "q", "never"]), tokens=st.floats())
-    def a_pattern_matches(self, program: str, tokens: float) -> None:
-        outlook = ProgramOutlook(future_output_tokens=tokens, stage_due_s=tokens)
-        self.engine.manager.expect("a", program, outlook)
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        program=st.sampled_from([*PROGRAMS, "never"]),
+        is_known=st.booleans(),
+        tokens=amounts,
+        tool_s=amounts,
+        in_s=st.none() | amounts,
+    )
+    def a_pattern_matches(
+        self,
+        tenant: str,
+        program: str,
+        is_known: bool,
+        tokens: float,
+        tool_s: float,
+        in_s: float | None,
+    ) -> None:
+        at_s = None if in_s is None else self.engine.now_s + in_s
+        outlook = ProgramOutlook(
+            future_input_tokens=tokens,
+            future_output_tokens=tokens,
+            future_stage_tokens=tokens,
+            future_tool_s=tool_s,
+            next_call_s=at_s,
+            next_input_tokens=tokens,
+            stage_due_s=at_s,
+        )
+        self.engine.manager.expect(tenant, program, outlook if is_known else None)
+
+    @rule(tenant=st.sampled_from(TENANTS), program=st.sampled_from([*PROGRAMS, "never"]))
+    def a_client_ends_its_program(self, tenant: str, program: str) -> None:
+        self.engine.manager.program_closed(tenant, program)
+
+    @rule(tenant=st.sampled_from(TENANTS), program=st.sampled_from(PROGRAMS))
+    def a_client_cancels_its_program(self, tenant: str, program: str) -> None:
+        engine = self.engine
+        engine.manager.program_closed(tenant, program)
+        for request in list(engine.manager.live()):
+            if (request.terms.tenant, program_of(request.terms)) == (tenant, program):
+                engine.end(request.request_id, RequestState.ABORTED, "program_cancelled")
+        # Nobody has heard of it any more: nothing is left to close.
+        known = len(engine.manager.programs)
+        engine.manager.program_closed(tenant, program)
+        assert len(engine.manager.programs) == known
+
+    @rule(pause_s=st.floats(0, 5))
+    def time_passes(self, pause_s: float) -> None:
+        self.engine.now_s += pause_s
 
     @rule(num_steps=st.integers(1, 12))
     def run(self, num_steps: int) -> None:
@@ -143,6 +196,25 @@ class FrameMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check()
 
+    @invariant()
+    def each_program_has_one_place(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        manager = self.engine.manager
+        places: dict[tuple[str, str], set[int]] = {}
+        for request in manager.live():
+            program = program_of(request.terms)
+            place = int(manager.table.program[request.row])
+            assert (place >= 0) == bool(program)
+            if program:
+                places.setdefault((request.terms.tenant, program), set()).add(place)
+        assert all(len(found) == 1 for found in places.values())
+        assert len(set().union(*places.values())) == len(places)
+        assert len(places) <= len(manager.programs) <= len(TENANTS) * len(PROGRAMS)
+        assert manager.programs.num_indices <= len(TENANTS) * len(PROGRAMS)
+        now_s = self.engine.now_s
+        assert manager.programs.foreseen_tokens(now_s, now_s + 1) >= 0
+
     def teardown(self) -> None:
         """Whatever happened, everything comes to an end, each request once."""
         if not hasattr(self, "engine"):
@@ -153,6 +225,8 @@ class FrameMachine(RuleBasedStateMachine):
         assert engine.used_kv == 0
         manager = engine.manager
         assert sum(manager.num_ended.values()) == manager.num_arrived == self.num_arrived
+        manager.programs.expire(math.inf)
+        assert len(manager.programs) == 0, "an idle program outlives its timeout"
 
 
 TestFrameMachine = FrameMachine.TestCase

@@ -289,6 +289,10 @@ BAD_GRAPH_VALUES = {
     "an object for parents": ("parents", '{"plan": 1}'),
     "a list for node": ("node", '["plan"]'),
     "a word for final": ("final", '"maybe"'),
+    "a number for application": ("application", "7"),
+    "an empty application": ("application", '""'),
+    "a string for tools_run": ("tools_run", '"search"'),
+    "numbers for tools_run": ("tools_run", "[1, 2]"),
 }
 
 
@@ -516,5 +520,5 @@ def test_the_openapi_page_lists_every_field(http: httpx.Client, route: Any) -> N
     body = document["paths"][route.path]["post"]["requestBody"]
     names = property_names(document, body["content"]["application/json"]["schema"])
     ours = {"target_ttft", "target_tbt", "deadline", "waiting_time", "on_miss"}
-    ours |= {"program_id", "parents", "node", "final"}
+    ours |= {"program_id", "parents", "node", "final", "application", "tools_run"}
     assert ours <= names, f"missing: {ours - names}"

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from core.clock import ManualClock
+from core.programs import ProgramClock, ProgramRecord
 from core.slo import (
     BestEffortSlo,
     CompoundSlo,
@@ -200,6 +201,52 @@ def test_a_report_keeps_what_is_unknown_as_null_and_leaves_out_what_does_not_app
     }
 
 
+# Programs -----------------------------------------------------------------------------------------
+
+
+def program_log(deadline_at_s: float = 1060.0, *, now_s: float = 1002.0) -> AnswerLog:
+    """The log of a call of a program that has begun at 1,000."""
+    record = ProgramRecord(ProgramClock(1000.0, deadline_at_s))
+    terms = RequestTerms(1000.0, CompoundSlo(deadline_at_s - 1000, "p"))
+    return AnswerLog(terms, ManualClock(now_s), program=record)
+
+
+def test_each_answer_of_a_batch_says_how_the_program_has_gone_so_far() -> None:
+    log = program_log()
+    batch = [output(1, {"type": "stop"}, "a"), output(2, {"type": "length"}, "b")]
+    followed(request_object({}), batch, log=log)
+    assert [item["metadata"]["slo"]["program"]["tokens"] for item in batch] == [8, 17]
+    summary = log.summary()
+    assert summary is not None
+    assert summary["program"]["tokens"] == summary["program"]["goodput_tokens"] == 17
+
+
+def test_an_answer_that_goes_on_is_no_part_of_its_program_yet() -> None:
+    log = program_log()
+    outputs = [output(1), output(2)]
+    followed(request_object({}), *outputs, log=log)
+    assert all("metadata" not in item for item in outputs)
+    assert log.program is not None
+    assert log.program.outcome().tokens == 0
+
+
+def test_an_answer_that_failed_or_was_late_gains_its_program_nothing() -> None:
+    log = program_log()
+    abort = output(9, {"type": "abort", "message": "program_cancelled"})
+    followed(request_object({}), abort, log=log)
+    program = {"calls": 0, "tokens": 0, "goodput_tokens": 0}
+    assert abort["metadata"]["slo"]["program"] == program
+    late = output(9, {"type": "stop"})
+    followed(request_object({}), late, log=program_log(now_s=1060.5))
+    assert late["metadata"]["slo"]["program"] == {"calls": 1, "tokens": 16, "goodput_tokens": 0}
+
+
+def test_a_request_of_no_program_says_nothing_of_one() -> None:
+    answer = output(2, {"type": "stop"})
+    followed(request_object({}), answer, log=AnswerLog(TERMS, ManualClock(1002.0)))
+    assert "program" not in answer["metadata"]["slo"]
+
+
 # On the way to the scheduler ----------------------------------------------------------------------
 
 
@@ -209,11 +256,12 @@ def test_a_report_keeps_what_is_unknown_as_null_and_leaves_out_what_does_not_app
         LatencySlo(1.0, 0.2),
         DeadlineSlo(5.0),
         CompoundSlo(-2.0, "p", ("a", "b"), "c", final=True),
+        CompoundSlo(9.0, "p", program_age_s=1.5, application="agent", tools=("search", "clock")),
         BestEffortSlo(600.0),
     ],
 )
 def test_terms_of_every_class_arrive_as_they_were_sent(slo: Slo) -> None:
-    terms = RequestTerms(1000.25, slo, 3.5, OnMiss.CANCEL, "ann")
+    terms = RequestTerms(1000.25, slo, 3.5, OnMiss.CANCEL, "ann", closes_program="p")
     params: dict[str, Any] = {}
     wire.attach(params, terms)
     plain = msgspec.json.decode(msgspec.json.encode(params))

@@ -368,6 +368,86 @@ def test_a_stage_due_sooner_makes_it_more_urgent_but_never_late(
     assert found.in_time_fraction.tolist() == [1]
 
 
+def test_tools_that_are_still_to_run_take_from_the_time_of_this_stage() -> None:
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(future_tool_s=10.0))
+    # Of 30 s the tools take 10; the 160 tokens take the rest.
+    found = calls((30, 160), programs=programs)
+    assert found.in_time_fraction.tolist() == [1]
+    assert found.slack_s.tolist() == [0]
+    late = calls((29, 160), programs=programs)
+    assert late.in_time_fraction.tolist() == [0]
+    assert late.slack_s.tolist() == [-1]
+
+
+def test_prompts_that_are_still_to_come_take_from_the_time_of_this_stage() -> None:
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(future_input_tokens=10_240))
+    engine = StepTimeModel.known(STEP_S, prefill_s=1 / 1024)
+    found = calls((30, 160), programs=programs, step_time=engine)
+    assert found.in_time_fraction.tolist() == [1]
+    assert found.slack_s == pytest.approx([0])
+    assert calls((29, 160), programs=programs, step_time=engine).in_time_fraction.tolist() == [0]
+
+
+def test_tool_time_costs_the_engine_nothing_and_is_worth_nothing() -> None:
+    programs, plain = Programs(), Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(future_tool_s=10.0))
+    plain.join("", "p", is_final=False)
+    plain.expect("", "p", ProgramOutlook())
+    with_tools, without = calls((60, 100), programs=programs), calls((60, 100), programs=plain)
+    assert with_tools.whole_value.tolist() == without.whole_value.tolist()
+    assert with_tools.full_value.tolist() == without.full_value.tolist()
+
+
+def test_tools_of_one_program_keep_no_other_waiting() -> None:
+    programs = Programs()
+    asks = [
+        Ask(
+            slo=CompoundSlo(60, name),
+            mean=80,
+            bound=80,
+            program=programs.join("", name, is_final=False),
+            state=RUNNING,
+        )
+        for name in "ab"
+    ]
+    programs.expect("", "a", ProgramOutlook(future_tool_s=30.0))
+    estimates = estimates_of(*asks, programs=programs)
+    assert estimates.expected(STEP_S).slack_s.tolist() == [20, 50]
+
+
+def test_the_straggler_of_a_stage_has_least_time_to_lose() -> None:
+    found = calls((60, 8), (60, 80), (60, 40), programs=Programs())
+    assert found.slack_s.tolist() == [59, 50, 55]
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(stage_due_s=NOW_S + 20))
+    found = calls((60, 8), (60, 80), (60, 40), programs=programs)
+    assert found.slack_s.tolist() == [19, 10, 15]
+    assert found.in_time_fraction.tolist() == [1, 1, 1]
+
+
+def test_a_stage_that_is_late_by_its_own_date_is_urgent_and_can_still_make_it() -> None:
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(future_tool_s=20.0, stage_due_s=NOW_S - 3))
+    found = calls((60, 80), programs=programs)
+    assert found.slack_s.tolist() == [0]
+    assert found.in_time_fraction.tolist() == [1]
+
+
+def test_of_a_closed_program_nothing_takes_from_its_last_stage() -> None:
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    programs.expect("", "p", ProgramOutlook(future_tool_s=20.0, future_stage_tokens=80))
+    programs.close("", "p")
+    assert calls((60, 80), programs=programs).slack_s.tolist() == [50]
+
+
 def test_other_requests_are_not_touched_by_programs() -> None:
     programs = Programs()
     program = programs.join("", "p", is_final=False)
@@ -417,7 +497,8 @@ coefficients = st.sampled_from([0.0, 1e-9, 1e-3, 3600.0])
     asks=st.lists(ABSURD.asks(num_programs=2), max_size=5),
     engine=st.tuples(coefficients, coefficients, coefficients, coefficients),
     now_s=st.sampled_from([0.0, NOW_S, -1e9, 1e9]),
-    future=st.sampled_from([0.0, 1.0, 1e300]),
+    future=st.sampled_from([0.0, 1.0, 1e300, math.inf, math.nan]),
+    due_s=st.sampled_from([None, NOW_S, -1e300, 1e300, math.inf, math.nan]),
     objective=st.sampled_from([WeightedTokens(), WeightedTokens(0, 1), WholeRequests()]),
     information=st.sampled_from(Information),
 )
@@ -426,13 +507,22 @@ def test_whatever_is_claimed_every_estimate_is_a_finite_number(
     engine: tuple[float, float, float, float],
     now_s: float,
     future: float,
+    due_s: float | None,
     objective: Any,
     information: Information,
 ) -> None:
     programs = Programs()
     for name in ("p", "q"):
         programs.join("", name, is_final=False)
-    outlook = ProgramOutlook(future_output_tokens=future, future_stage_tokens=future)
+    outlook = ProgramOutlook(
+        future_input_tokens=future,
+        future_output_tokens=future,
+        future_stage_tokens=future,
+        future_tool_s=future,
+        stage_due_s=due_s,
+        next_call_s=due_s,
+        next_input_tokens=future,
+    )
     programs.expect("", "p", outlook)
     estimates = estimates_of(
         *asks,

@@ -62,11 +62,17 @@ def test_each_flag_reaches_its_setting() -> None:
     settings = settings_of(
         *("--policy", "edf", "--frame-steps", "8", "--frame-seconds", "0.25"),
         *("--length-quantile", "0.5", "--max-decode-pause", "0.1", "--test-force-moves-every", "3"),
+        *("--program-timeout", "80"),
     )
     assert settings.policy == "edf"
     assert settings.force_moves_every == 3
     assert settings.scheduler == SchedulerConfig(
-        policy="edf", frame_steps=8, frame_s=0.25, length_quantile=0.5, max_decode_pause_s=0.1
+        policy="edf",
+        frame_steps=8,
+        frame_s=0.25,
+        length_quantile=0.5,
+        max_decode_pause_s=0.1,
+        program_timeout_s=80.0,
     )
 
 
@@ -224,6 +230,8 @@ def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ("--frame-seconds", "0", "must be a number of seconds above 0"),
         ("--frame-seconds", "nan", "must be a number of seconds above 0"),
         ("--max-decode-pause", "inf", "must be a number of seconds above 0"),
+        ("--program-timeout", "0", "must be a number of seconds above 0"),
+        ("--program-timeout", "nan", "must be a number of seconds above 0"),
         ("--length-quantile", "1.5", "must be between 0 and 1"),
         ("--max-parked-requests", "-1", "must be 0 or more"),
         ("--test-force-moves-every", "-1", "must be 0 or more"),
@@ -426,34 +434,42 @@ def test_several_tokenizer_processes_are_refused_under_every_policy(policy: str)
         check_supported(server_args(tokenizer_worker_num=2), settings_of("--policy", policy))
 
 
-# The predictor ------------------------------------------------------------------------------------
+# The services beside the server -------------------------------------------------------------------
+
+each_service = pytest.mark.parametrize("service", ["predictor", "graphs"])
 
 
-def test_the_predictor_is_on_and_has_no_address_before_it_is_started() -> None:
+@each_service
+def test_a_service_is_on_and_has_no_address_before_it_is_started(service: str) -> None:
     args = parser().parse_args([])
-    assert (args.predictor, args.predictor_address, args.predictor_state) == ("on", "", "")
-    assert settings_of().predictor_address == ""
+    found = [getattr(args, service + end) for end in ("", "_address", "_state")]
+    assert found == ["on", "", ""]
+    assert getattr(settings_of(), f"{service}_address") == ""
 
 
-def test_an_address_of_the_predictor_is_handed_on() -> None:
+@each_service
+def test_the_address_of_a_service_is_handed_on(service: str) -> None:
     address = "tcp://10.0.0.1:5555"
-    found = settings_of("--predictor", "external", "--predictor-address", address)
-    assert found.predictor_address == address
+    found = settings_of(f"--{service}", "external", f"--{service}-address", address)
+    assert getattr(found, f"{service}_address") == address
 
 
+@each_service
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--predictor", "external"], "--predictor external needs --predictor-address"),
-        (["--predictor", "off", "--predictor-address", "ipc:///tmp/x"], "makes no sense"),
-        (["--predictor-address", "udp://x:1"], "--predictor-address takes ipc://PATH"),
-        (["--predictor-address", "tcp://x:0"], "--predictor-address takes ipc://PATH"),
-        (["--predictor-address", "ipc://" + "x" * 200], "--predictor-address takes ipc://PATH"),
+        (["--NAME", "external"], "--NAME external needs --NAME-address"),
+        (["--NAME", "off", "--NAME-address", "ipc:///tmp/x"], "makes no sense"),
+        (["--NAME-address", "udp://x:1"], "--NAME-address takes ipc://PATH"),
+        (["--NAME-address", "tcp://x:0"], "--NAME-address takes ipc://PATH"),
+        (["--NAME-address", "ipc://" + "x" * 200], "--NAME-address takes ipc://PATH"),
     ],
 )
-def test_a_predictor_that_cannot_be_reached_is_refused(argv: list[str], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        settings_of(*argv)
+def test_a_service_that_cannot_be_reached_is_refused(
+    service: str, argv: list[str], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says.replace("NAME", service)):
+        settings_of(*[word.replace("NAME", service) for word in argv])
 
 
 def test_lengths_that_requests_claim_are_believed_in_tests_only() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from core.clock import ManualClock
+from core.programs import ProgramBook
 from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo
 from core.terms import HEADERS, SLO_FIELDS, SloDefaults
 from engine.runtime import answers, http_layer
@@ -120,6 +121,7 @@ class Client:
         slo: SloConfig | None = None,
         draining: bool = False,
         reads_cues: bool = False,
+        programs: ProgramBook | None = None,
     ) -> None:
         self.app = app
         self.clock = ManualClock(1000.0)
@@ -130,6 +132,7 @@ class Client:
             model="served-model",
             is_draining=lambda: draining,
             reads_cues=reads_cues,
+            programs=programs,
         )
 
     def send(
@@ -470,6 +473,269 @@ def test_calls_of_one_program_share_the_first_ones_deadline() -> None:
     client.clock.advance(20)
     client.ask({"deadline": 5}, headers={"X-Dynamo-Session-ID": "p"}, route=RESPONSES)
     assert client.app.terms.slo == CompoundSlo(40.0, "p", program_age_s=20.0)
+
+
+# Programs as a whole ------------------------------------------------------------------------------
+
+
+class Changing:
+    """Hands each request on to the application of that moment."""
+
+    now: Any = FakeSglang(b"{}")
+
+    async def __call__(self, *request: Any) -> None:
+        await self.now(*request)
+
+
+class ProgramClient(Client):
+    """Makes calls of programs; what SGLang does with them changes from call to call."""
+
+    def __init__(self) -> None:
+        self.programs = ProgramBook(timeout_s=60.0)
+        super().__init__(Changing(), programs=self.programs)
+
+    def reported(self, *steps: bytes | Message, after_s: float = 0.0, **fields: Any) -> Any:
+        """The report of a call that arrives so long after the one before."""
+        self.clock.advance(after_s)
+        self.app.now = FakeSglang(*steps)
+        return self.ask({"program_id": "p", **fields}).json()["metadata"]["slo"]
+
+    def num_live(self) -> int:
+        record = self.programs.get("", "p")
+        return 0 if record is None else record.num_live
+
+
+def test_every_call_of_a_program_says_how_the_whole_program_goes() -> None:
+    client = ProgramClient()
+    # 7 tokens of input each.
+    first = client.reported(output(3, STOP), b"{}", deadline=60)
+    assert first["program"] == {"calls": 1, "tokens": 10, "goodput_tokens": 10}
+    second = client.reported(output(5, STOP), b"{}", after_s=20)
+    assert second["program"] == {"calls": 2, "tokens": 22, "goodput_tokens": 22}
+    late = client.reported(output(1, STOP), b"{}", after_s=50)
+    assert late["program"] == {"calls": 3, "tokens": 30, "goodput_tokens": 0}
+    assert (late["met"], late["goodput_tokens"]) == (False, 0)
+
+
+def test_a_request_of_no_program_says_nothing_of_one() -> None:
+    for fields in ({}, {"deadline": 5}, {"target_ttft": 1, "target_tbt": 1}):
+        app = FakeSglang(output(3, STOP), b"{}")
+        assert "program" not in Client(app).ask(fields).json()["metadata"]["slo"]
+
+
+def test_programs_of_other_ids_and_tenants_do_not_count() -> None:
+    client = ProgramClient()
+    client.reported(output(30, STOP), b"{}", deadline=60, user="ann")
+    client.reported(output(30, STOP), b"{}", deadline=60, program_id="q")
+    report = client.reported(output(3, STOP), b"{}", deadline=60)
+    assert report["program"] == {"calls": 1, "tokens": 10, "goodput_tokens": 10}
+
+
+def test_all_answers_to_one_call_count_and_the_report_shows_them_together() -> None:
+    client = ProgramClient()
+    outputs = (output(3, STOP, answer_id="a"), output(4, STOP, answer_id="b"))
+    report = client.reported(*outputs, b'{"choices": []}', deadline=60, n=2)
+    assert report["goodput_tokens"] == 21
+    assert report["program"]["tokens"] == report["program"]["goodput_tokens"] == 21
+
+
+@pytest.mark.parametrize("how", ["abort", "late"])
+def test_a_call_that_failed_does_not_count_and_its_report_says_what_does(how: str) -> None:
+    client = ProgramClient()
+    client.reported(output(3, STOP), b"{}", deadline=30)
+    message = {"abort": "client asked", "late": drop_message("deadline_passed")}[how]
+    failed = output(9, {"type": "abort", "message": message})
+    report = client.reported(failed, b"{}", after_s=50)
+    assert report["reason"] in ("client asked", "deadline_passed")
+    assert report["program"] == {"calls": 1, "tokens": 10, "goodput_tokens": 10}
+
+
+def test_where_one_of_several_answers_failed_the_others_count() -> None:
+    client = ProgramClient()
+    abort = {"type": "abort", "message": "client asked"}
+    outputs = (output(3, STOP, answer_id="a"), output(4, abort, answer_id="b"))
+    report = client.reported(*outputs, b'{"choices": []}', deadline=60, n=2)
+    assert report["met"] is False
+    assert report["program"]["tokens"] == 10
+
+
+def test_a_stream_says_at_its_end_how_the_program_went() -> None:
+    client = ProgramClient()
+    client.reported(output(3, STOP), b"{}", deadline=60)
+    client.app.now = stream_of(
+        output(1), chat_event("a"), output(2, STOP), chat_event("b", "stop"), DONE
+    )
+    answer = client.ask({"program_id": "p", "stream": True})
+    report = answer.events()[-1]["metadata"]["slo"]
+    assert report["program"] == {"calls": 2, "tokens": 19, "goodput_tokens": 19}
+
+
+def test_the_final_call_reports_the_whole_program_and_closes_it() -> None:
+    client = ProgramClient()
+    client.reported(output(3, STOP), b"{}", deadline=60)
+    last = client.reported(output(5, STOP), b"{}", after_s=20, final=True)
+    assert last["program"] == {"calls": 2, "tokens": 22, "goodput_tokens": 22}
+    assert len(client.programs) == 0
+    anew = client.reported(output(1, STOP), b"{}", after_s=20, deadline=30)
+    assert anew["program"]["calls"] == 1
+    assert anew["deadline"] == 30
+
+
+def test_the_last_call_with_targets_of_its_own_reports_the_whole_program_too() -> None:
+    client = ProgramClient()
+    client.reported(output(3, STOP), b"{}", deadline=60)
+    last = client.reported(
+        output(5, STOP), b"{}", after_s=20, final=True, target_ttft=9, target_tbt=1
+    )
+    assert last["type"] == "latency"
+    assert last["program"] == {"calls": 2, "tokens": 22, "goodput_tokens": 22}
+    assert len(client.programs) == 0
+
+
+def test_a_call_is_live_for_as_long_as_its_answer_takes() -> None:
+    client = ProgramClient()
+    seen: list[int] = []
+
+    class Looking(FakeSglang):
+        async def __call__(self, *request: Any) -> None:
+            seen.append(client.num_live())
+            await super().__call__(*request)
+            seen.append(client.num_live())
+
+    client.app.now = Looking(output(3, STOP), b"{}")
+    client.ask({"program_id": "p", "deadline": 60})
+    assert [*seen, client.num_live()] == [1, 1, 0]
+
+
+class Gone(ConnectionError):
+    """The client has hung up."""
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("where", ["sending", "in the engine"])
+def test_a_client_that_goes_away_half_way_leaves_no_live_call(where: str, *, final: bool) -> None:
+    client = ProgramClient()
+
+    class Breaking(FakeSglang):
+        async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+            if where == "in the engine":
+                raise Gone
+
+            async def hang_up(message: Message) -> None:
+                raise Gone
+
+            await super().__call__(scope, receive, hang_up)
+
+    client.app.now = Breaking(output(3), b"{}")
+    with pytest.raises(Gone):
+        client.send({"program_id": "p", "deadline": 60, "final": final})
+    assert client.num_live() == 0
+    assert len(client.programs) == 1
+
+
+def test_a_last_call_that_came_to_nothing_may_be_tried_again_by_the_same_deadline() -> None:
+    client = ProgramClient()
+    client.app.now = FakeSglang(output(3, STOP), b"{}")
+    client.ask({"program_id": "p", "deadline": 60})
+    client.app.now = FakeSglang(output(0, {"type": "abort", "message": "no room"}), b"{}")
+    client.ask({"program_id": "p", "final": True})
+    record = client.programs.get("", "p")
+    assert record is not None
+    assert not record.is_closed
+    client.app.now = FakeSglang(output(3, STOP), b"{}")
+    client.ask({"program_id": "p", "final": True})
+    assert len(client.programs) == 0
+
+
+def test_a_client_that_goes_away_before_its_body_is_here_opens_no_program() -> None:
+    client = ProgramClient()
+    raw = json.dumps({"program_id": "p", "deadline": 60}).encode()
+    parts = [
+        {"type": "http.request", "body": raw, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    assert client.send(b"", parts=parts) == []
+    assert len(client.programs) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"n": 0},
+        {"top_k": -7},
+        {"rid": "HEALTH_CHECK_1"},
+        {"waiting_time": 0},
+        {"application": 1},
+        {"tools_run": "search"},
+        {"tools_run": ["x" * 300]},
+    ],
+    ids=lambda bad: next(iter(bad)),
+)
+def test_a_refused_call_opens_no_program_and_is_never_live(bad: Message) -> None:
+    client = ProgramClient()
+    client.app.now = FakeSglang(b"{}")
+    answer = client.ask({"program_id": "p", "deadline": 60, **bad})
+    assert answer.status == 400
+    assert answer.json()["error"]["param"].startswith(next(iter(bad)))
+    assert len(client.programs) == 0
+    assert client.app.now.calls == 0
+
+
+@every_route
+@pytest.mark.parametrize("last", [{}, {"final": True}], ids=["a call", "the last call"])
+def test_a_call_of_a_cancelled_program_gets_a_409_and_reaches_nobody(
+    route: str, last: Message
+) -> None:
+    programs = ProgramBook()
+    programs.join("", "trip", 1000.0, 60.0)
+    programs.cancel("", "trip")
+    app = FakeSglang(b"{}")
+    client = Client(app, programs=programs)
+    answer = client.ask({"program_id": "trip", **last}, route=route)
+    assert answer.status == 409
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("program_cancelled", "program_id")
+    assert "'trip'" in error["message"]
+    assert "program_id" in error["message"]
+    assert app.calls == 0
+    assert programs.get("", "trip").num_live == 0
+
+
+def test_the_last_stream_of_a_cancelled_program_gets_a_409_as_well() -> None:
+    programs = ProgramBook()
+    programs.join("", "p", 1000.0, 60.0)
+    programs.cancel("", "p")
+    app = FakeSglang(b"{}")
+    body = {"program_id": "p", "final": True, "target_ttft": 2, "stream": True}
+    assert Client(app, programs=programs).ask(body).status == 409
+    assert app.calls == 0
+
+
+def test_a_program_that_another_tenant_has_cancelled_goes_on() -> None:
+    programs = ProgramBook()
+    programs.join("ann", "p", 1000.0, 60.0)
+    programs.cancel("ann", "p")
+    client = Client(FakeSglang(b"{}"), programs=programs)
+    assert client.ask({"program_id": "p", "user": "bob"}).status == 200
+    assert client.ask({"program_id": "p", "user": "ann"}).status == 409
+
+
+def test_none_of_the_fields_of_a_program_reaches_sglang() -> None:
+    fields = {
+        "program_id": "p",
+        "parents": ["a"],
+        "node": "b",
+        "final": False,
+        "application": "agent",
+        "tools_run": ["search"],
+        "deadline": 5,
+    }
+    app = accepted({"kept": 1, **fields})
+    assert json.loads(app.body) == {"kept": 1}
+    assert app.terms is not None
+    assert app.terms.slo == CompoundSlo(
+        5.0, "p", ("a",), "b", application="agent", tools=("search",)
+    )
 
 
 # Answers on their way out -------------------------------------------------------------------------

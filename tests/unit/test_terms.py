@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.programs import ProgramBook
+from core.programs import ProgramBook, ProgramCancelledError
 from core.slo import (
     BestEffortSlo,
     CompoundSlo,
@@ -26,6 +26,7 @@ from core.terms import (
     SLO_FIELDS,
     FieldError,
     SloDefaults,
+    read_program,
     read_terms,
 )
 
@@ -227,16 +228,28 @@ def test_a_program_id_makes_a_compound_request_with_all_it_says_about_its_place(
         "parents": ["plan", "search"],
         "node": "answer",
         "final": True,
+        "application": "travel agent",
+        "tools_run": ["search", "search", "clock"],
     }
-    assert read(body).slo == CompoundSlo(30.0, "trip", ("plan", "search"), "answer", final=True)
+    assert read(body).slo == CompoundSlo(
+        30.0,
+        "trip",
+        ("plan", "search"),
+        "answer",
+        final=True,
+        application="travel agent",
+        tools=("search", "search", "clock"),
+    )
 
 
 def test_a_program_without_a_deadline_gets_the_default_one() -> None:
     assert read({"program_id": "p"}, defaults=SloDefaults(deadline=77)).slo == CompoundSlo(77, "p")
 
 
-@pytest.mark.parametrize("field", ["program_id", "node"])
-@pytest.mark.parametrize("value", ["", "x" * (MAX_NAME_CHARS + 1), 7, True, ["a"], {"a": 1}])
+@pytest.mark.parametrize("field", ["program_id", "node", "application"])
+@pytest.mark.parametrize(
+    "value", ["", "x" * (MAX_NAME_CHARS + 1), "\ud800", 7, True, ["a"], {"a": 1}]
+)
 def test_a_bad_name_is_refused_by_its_field(field: str, value: Any) -> None:
     error = refusal({"program_id": "p", field: value})
     assert error.field == field
@@ -246,19 +259,28 @@ def test_a_bad_name_is_refused_by_its_field(field: str, value: Any) -> None:
 
 def test_names_may_be_as_long_as_the_limit_says() -> None:
     name = "n" * MAX_NAME_CHARS
-    slo = read({"program_id": name, "node": name, "parents": [name]}).slo
-    assert slo == CompoundSlo(60.0, name, (name,), name)
+    names = [name] * MAX_PARENTS
+    body = {"program_id": name, "node": name, "application": name}
+    slo = read({**body, "parents": names, "tools_run": names}).slo
+    assert slo == CompoundSlo(60.0, name, tuple(names), name, application=name, tools=tuple(names))
 
 
+lists_of_names = pytest.mark.parametrize("field", ["parents", "tools_run"])
+
+
+@lists_of_names
 @pytest.mark.parametrize("value", ["plan", {"plan": 1}, 1, True, ["p"] * (MAX_PARENTS + 1)])
-def test_parents_that_are_no_list_or_too_many_are_refused(value: Any) -> None:
-    error = refusal({"program_id": "p", "parents": value})
-    assert (error.field, error.takes) == ("parents", "takes a list of at most 256 names")
+def test_names_that_are_no_list_or_too_many_are_refused(field: str, value: Any) -> None:
+    error = refusal({"program_id": "p", field: value})
+    assert (error.field, error.takes) == (field, "takes a list of at most 256 names")
 
 
-def test_a_bad_parent_is_refused_by_its_position() -> None:
-    assert refusal({"program_id": "p", "parents": ["a", ""]}).field == "parents[1]"
-    assert refusal({"program_id": "p", "parents": [1]}).field == "parents[0]"
+@lists_of_names
+def test_a_bad_name_in_a_list_is_refused_by_its_position(field: str) -> None:
+    assert refusal({"program_id": "p", field: ["a", ""]}).field == f"{field}[1]"
+    assert refusal({"program_id": "p", field: [1]}).field == f"{field}[0]"
+    assert refusal({"program_id": "p", field: [None]}).field == f"{field}[0]"
+    assert refusal({"program_id": "p", field: ["a", "\ud800"]}).field == f"{field}[1]"
 
 
 @pytest.mark.parametrize("value", [1, 0, "true", [], {}])
@@ -268,7 +290,16 @@ def test_final_takes_only_true_or_false(value: Any) -> None:
     assert "takes true or false" in str(error)
 
 
-@pytest.mark.parametrize(("field", "value"), [("parents", ["a"]), ("node", "a"), ("final", True)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("parents", ["a"]),
+        ("node", "a"),
+        ("final", True),
+        ("application", "a"),
+        ("tools_run", ["a"]),
+    ],
+)
 def test_a_place_in_a_program_needs_the_program(field: str, value: Any) -> None:
     error = refusal({field: value, "deadline": 5})
     assert error.field == field
@@ -327,7 +358,15 @@ def test_the_last_call_of_a_program_may_be_latency_sensitive_and_closes_it() -> 
 
 
 @pytest.mark.parametrize(
-    "bad", [{"final": False}, {"deadline": 5}, {"node": ""}, {"target_tbt": 0}]
+    "bad",
+    [
+        {"final": False},
+        {"deadline": 5},
+        {"node": ""},
+        {"target_tbt": 0},
+        {"application": 7},
+        {"tools_run": "search"},
+    ],
 )
 def test_a_refused_last_call_does_not_close_its_program(bad: dict[str, Any]) -> None:
     programs = ProgramBook()
@@ -472,6 +511,8 @@ def test_the_least_recently_used_program_is_forgotten_first() -> None:
         {"deadline": -1},
         {"node": ""},
         {"parents": [1]},
+        {"application": ""},
+        {"tools_run": [""]},
         {"final": "yes"},
         {"waiting_time": 0},
         {"on_miss": "explode"},
@@ -486,3 +527,100 @@ def test_a_refused_call_neither_opens_nor_closes_a_program(bad: dict[str, Any]) 
     call(programs, 100.0, deadline=30)
     refusal({"program_id": "p", "final": True, **bad}, programs=programs, tenant="t")
     assert call(programs, 110.0).deadline_s == 20
+
+
+def test_a_call_of_a_cancelled_program_is_refused_as_such() -> None:
+    programs = ProgramBook()
+    call(programs, 100.0, deadline=30)
+    programs.cancel("t", "p")
+    with pytest.raises(ProgramCancelledError):
+        call(programs, 101.0)
+    assert call(programs, 101.0, "another", deadline=30).deadline_s == 30
+
+
+def test_the_last_stream_of_a_cancelled_program_is_refused_too() -> None:
+    programs = ProgramBook()
+    call(programs, 100.0, deadline=30)
+    programs.cancel("t", "p")
+    last = {"program_id": "p", "final": True, "target_ttft": 2, "target_tbt": 0.1}
+    with pytest.raises(ProgramCancelledError):
+        read(last, programs=programs, now_s=101.0, tenant="t")
+
+
+# Tools --------------------------------------------------------------------------------------------
+
+
+def chat_with_results(*names: str) -> dict[str, Any]:
+    """The body of a call that carries the results of these tools."""
+    calls = [
+        {"id": str(place), "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for place, name in enumerate(names)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": str(place), "content": "done"}
+        for place in range(len(names))
+    ]
+    wanted = {"role": "assistant", "tool_calls": calls}
+    return {"messages": [{"role": "user", "content": "?"}, wanted, *results]}
+
+
+def tools_of(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    slo = read(body, headers).slo
+    assert isinstance(slo, CompoundSlo)
+    return slo.tools
+
+
+def test_where_nobody_says_which_tools_ran_the_messages_do() -> None:
+    body = chat_with_results("search", "clock")
+    assert tools_of({"program_id": "p", **body}) == ("search", "clock")
+    assert tools_of(body, {"x-dynamo-session-id": "p"}) == ("search", "clock")
+
+
+def test_what_the_field_says_wins_over_the_messages() -> None:
+    body = {"program_id": "p", **chat_with_results("search", "clock")}
+    assert tools_of({**body, "tools_run": ["mine"]}) == ("mine",)
+    assert tools_of({**body, "tools_run": []}) == ()
+    assert tools_of({**body, "tools_run": None}) == ("search", "clock")
+
+
+def test_tool_results_without_a_program_are_nobodys_business() -> None:
+    assert read({**chat_with_results("search"), "deadline": 5}).slo == DeadlineSlo(5.0)
+    assert read(chat_with_results("search")).slo == BestEffortSlo(600.0)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "\ud800", 7, None, {"a": 1}])
+def test_an_odd_name_of_a_tool_in_the_messages_is_for_the_engine_to_judge(name: Any) -> None:
+    tools = tools_of({"program_id": "p", **chat_with_results(name, "clock")})
+    assert tools[-1] == "clock"
+
+
+def test_very_many_tool_results_are_no_reason_to_refuse() -> None:
+    names = [f"tool{number}" for number in range(1000)]
+    assert len(tools_of({"program_id": "p", **chat_with_results(*names)})) <= MAX_PARENTS
+
+
+# Ending a program ---------------------------------------------------------------------------------
+
+
+def test_who_ends_a_program_names_it_as_in_a_call() -> None:
+    assert read_program({"program_id": "p"}, {}, "key") == ("key", "p")
+    assert read_program({"program_id": "p", "user": "ann"}, {}, "key") == ("ann", "p")
+    headers = {"x-llm-d-inference-fairness-id": "fair", "x-dynamo-session-id": "s"}
+    assert read_program({"program_id": "p", "user": "ann"}, headers, "key") == ("fair", "s")
+    assert read_program({}, {"x-dynamo-session-id": "s"}, "") == ("", "s")
+
+
+@pytest.mark.parametrize("value", [None, "", "x" * (MAX_NAME_CHARS + 1), "\ud800", 7, ["p"], {}])
+def test_who_ends_a_program_without_a_good_name_is_told_which_field(value: Any) -> None:
+    with pytest.raises(FieldError) as caught:
+        read_program({"program_id": value}, {}, "")
+    assert caught.value.field == "program_id"
+    assert "takes a string of 1 to" in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_who_ends_a_program_by_a_bad_header_is_told_which_header() -> None:
+    for header in ("x-dynamo-session-id", "x-llm-d-inference-fairness-id"):
+        with pytest.raises(FieldError) as caught:
+            read_program({"program_id": "p"}, {header: ""}, "")
+        assert caught.value.field == header
