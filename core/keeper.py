@@ -50,6 +50,9 @@ class Keeper:
         now_s = self._clock.now_s()
         if self._saving is not None and self._saving.is_done():
             self._note_save(self._saving)
+        if now_s < self._next_save_s - 2 * self._every_s:
+            # The clock has jumped back.
+            self._next_save_s = now_s
         is_news = self._progress() != self._saved_at
         if now_s >= self._next_save_s and self._saving is None and is_news:
             self._next_save_s = now_s + self._every_s
@@ -80,7 +83,7 @@ class Keeper:
     def _note_save(self, saving: "Job[object]") -> None:
         self._saving = None
         try:
-            saving.result()
+            path = saving.result()
         except Exception as error:
             # Nothing of it is on the disk: it is news still.
             self._saved_at = -1
@@ -89,5 +92,9 @@ class Keeper:
                 self._is_trouble_told = True
                 logger.warning("checkpoint_failed error=%r: learning goes on unsaved", error)
         else:
+            if path is None:
+                # Another process owns the folder; it may end before this one.
+                self._saved_at = -1
+                return
             self._counters["checkpoints"] += 1
             self._is_trouble_told = False

@@ -72,6 +72,8 @@ class GraphsClient:
         self._timeout_s = timeout_s
         self._open: OrderedDict[int, _Open] = OrderedDict()
         """The longest quiet first."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Programs of which events are kept, the longest quiet first."""
         self._num_kept = 0
         self._unsent: OrderedDict[int, Event] = OrderedDict()
         self._serial = 0
@@ -177,11 +179,12 @@ class GraphsClient:
 
     def _note(self, opened: _Open, event: Event) -> None:
         opened.events.append(event)
+        self._kept[event.program] = None
+        self._kept.move_to_end(event.program)
         self._num_kept += 1
         self._queue(event)
-        for program in list(islice(self._open, 2)):
-            if self._num_kept > MAX_KEPT and self._open[program] is not opened:
-                self._drop_events(self._open[program])
+        while self._num_kept > MAX_KEPT:
+            self._drop_events(next(iter(self._kept)))
 
     def _queue(self, event: Event) -> None:
         self._serial += 1
@@ -190,18 +193,23 @@ class GraphsClient:
             self._unsent.popitem(last=False)
             self.num_lost += 1
 
-    def _drop_events(self, opened: _Open) -> None:
-        """Its beginning cannot be told again."""
+    def _drop_events(self, program: int) -> None:
+        """What has happened in it cannot be told again."""
+        opened = self._open[program]
         self._num_kept -= len(opened.events)
         opened.events = []
+        self._kept.pop(program, None)
 
     def _forget(self, program: int) -> None:
-        self._drop_events(self._open.pop(program))
+        self._drop_events(program)
+        del self._open[program]
 
     def _expire(self, now_s: float) -> None:
         while self._open:
             program, opened = next(iter(self._open.items()))
-            if 0 <= now_s - opened.heard_s < self._timeout_s:
+            # The clock may have jumped back.
+            opened.heard_s = min(opened.heard_s, now_s)
+            if now_s - opened.heard_s < self._timeout_s:
                 return
             if opened.live:
                 # Its calls take their time.

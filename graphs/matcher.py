@@ -47,7 +47,7 @@ TOP = 64
 FORGETTING = 0.5
 """Weight of a stage against the one after it: what came last says most of what comes next."""
 MIN_OF_APPLICATION = 8
-"""Patterns of its own application from which on a program is compared with those alone."""
+"""Programs seen of its own application from which on a program is compared with those alone."""
 
 _CODE_STEPS = np.arange(MAX_CODE + 1)[None, :] / PER_OCTAVE
 PENALTIES: npt.NDArray[np.float32] = np.minimum(
@@ -72,7 +72,7 @@ class Remaining(msgspec.Struct, frozen=True):
         tool_s: tool time before those stages, added up.
         missing_calls: calls of the open stage that have not arrived yet.
         missing_input_tokens, missing_output_tokens: of those calls together.
-        next_tool_s: tool time before the next stage that has not begun.
+        next_tool_s: tool time before the next stage that has not begun, if there is one.
         next_input_tokens: of that stage's calls together.
         num_patterns: patterns that still fit.
     """
@@ -109,7 +109,8 @@ class Match:
         everyone = np.arange(len(pack), dtype=np.int64)
         index = pack.applications.get(application)
         own = np.flatnonzero(pack.application == index) if index != UNKNOWN else everyone
-        self._alive: Indices = own if len(own) >= MIN_OF_APPLICATION else everyone
+        is_enough = float(pack.weight[own].sum()) >= MIN_OF_APPLICATION
+        self._alive: Indices = own if is_enough else everyone
         prior = np.log(np.maximum(pack.weight[self._alive], MIN_WEIGHT))
         self._prior: Scores = prior.astype(np.float32)
         """How often each was seen; other than what stages say, it does not age."""
@@ -220,6 +221,7 @@ class _Mixture:
         missing = np.maximum(values[CALLS] - (calls_arrived or 0), 0.0)
         per_call = 1.0 / np.maximum(values[CALLS], 1.0)
         following = self._weight * (self._rank == int(is_open))
+        following /= max(float(following.sum()), 1e-12)
         return Remaining(
             stage_s=float((now * (self._time_s - values[TOOL])).sum()),
             later_s=float((later * self._time_s).sum()),

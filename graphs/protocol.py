@@ -190,8 +190,10 @@ def check_outlook(outlook: Outlook) -> None:
         outlook.tool_s,
         outlook.next_input_tokens,
     )
+    counts = (outlook.num_calls, outlook.stage)
     times = [at for at in (outlook.stage_due_s, outlook.next_call_s) if at is not None]
-    if not (all(0 <= amount <= MAX_TIME_S for amount in amounts) and _are_times(times)):
+    is_sane = all(0 <= amount <= MAX_TIME_S for amount in (*amounts, *counts))
+    if not (is_sane and _are_times(times)):
         raise ValueError("not an outlook")
 
 

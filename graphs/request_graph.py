@@ -5,7 +5,7 @@ one needed the other. Calls that need nothing of each other form a stage, and a 
 where all calls of a stage have ended. Names are hashes; no text is kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import networkx
@@ -14,6 +14,7 @@ from graphs.shape import MAX_STAGES, Call, ProgramShape, StageShape, set_hash
 
 MAX_NODES = 2048
 """Calls and tools kept as nodes; further ones count into their stages only."""
+MAX_EDGES = 16_384
 MIN_TOOL_S = 0.05
 """A shorter gap between two calls is no tool."""
 
@@ -22,6 +23,7 @@ class _Stage:
     """What a stage has come to so far."""
 
     __slots__ = (
+        "_before_tokens",
         "ended_s",
         "identity",
         "input_tokens",
@@ -43,6 +45,20 @@ class _Stage:
         self.tool_s = tool_s
         self.num_calls = self.num_live = 0
         self.input_tokens = self.output_tokens = self.longest_tokens = 0.0
+        self._before_tokens = 0.0
+
+    def go_on(self, tool_s: float) -> None:
+        """Where no stage more is kept: what comes now comes after all that is in this one."""
+        self.tool_s += tool_s
+        self._before_tokens = self.longest_tokens
+
+    def ended(self, output_tokens: int, at_s: float) -> None:
+        """One of its calls has ended."""
+        self.num_live -= 1
+        self.output_tokens += output_tokens
+        longest_tokens = self._before_tokens + output_tokens
+        self.longest_tokens = max(self.longest_tokens, longest_tokens)
+        self.ended_s = max(self.ended_s, at_s)
 
     def shape(self) -> StageShape:
         return StageShape(
@@ -65,8 +81,11 @@ class RequestGraph:
         self._stages: list[_Stage] = []
         self._stage_of: dict[int, int] = {}
         """Of each call's node."""
-        self._live: dict[int, float] = {}
-        """When each call that has not ended arrived."""
+        self._drawn: dict[int, Hashable] = {}
+        """The node of the graph that stands for a call."""
+        self._live: dict[int, list[int]] = {}
+        """Stages of the calls of a node that have not ended, the oldest first."""
+        self._num_live = 0
         self.has_failed = False
         """A call of it ended in another way than by finishing."""
         self.num_calls = 0
@@ -79,7 +98,7 @@ class RequestGraph:
     @property
     def num_live(self) -> int:
         """Calls that have not ended."""
-        return len(self._live)
+        return self._num_live
 
     def stage(self, index: int) -> StageShape:
         """A stage as far as it is known."""
@@ -104,33 +123,37 @@ class RequestGraph:
         that are live, else after the last barrier.
         """
         stage = self._stage_for(call)
-        if stage == len(self._stages):
-            gap_s = 0.0 if stage == 0 else max(call.at_s - self._stages[-1].ended_s, 0.0)
-            tool_s = gap_s if call.tools or gap_s >= MIN_TOOL_S else 0.0
-            self._stages.append(_Stage(call, tool_s))
+        if stage == MAX_STAGES:
+            stage -= 1
+            if not self._stages[stage].num_live:
+                self._stages[stage].go_on(self._tool_s(call))
+        elif stage == len(self._stages):
+            self._stages.append(_Stage(call, self._tool_s(call)))
         entry = self._stages[stage]
         entry.num_calls += 1
         entry.num_live += 1
         entry.input_tokens += call.input_tokens
         self._draw(call, stage)
         self._stage_of[call.node] = stage
-        self._live[call.node] = call.at_s
+        self._live.setdefault(call.node, []).append(stage)
+        self._num_live += 1
         self.num_calls += 1
         return stage
 
     def ended(self, node: int, output_tokens: int, at_s: float, *, has_failed: bool) -> int:
         """A call has ended; its stage, or -1 for one that is not live."""
-        if self._live.pop(node, None) is None:
+        stages = self._live.get(node)
+        if not stages:
             return -1
-        stage = self._stage_of[node]
-        entry = self._stages[stage]
-        entry.num_live -= 1
-        entry.output_tokens += output_tokens
-        entry.longest_tokens = max(entry.longest_tokens, float(output_tokens))
-        entry.ended_s = max(entry.ended_s, at_s)
+        stage = stages.pop(0)
+        if not stages:
+            del self._live[node]
+        self._num_live -= 1
+        self._stages[stage].ended(output_tokens, at_s)
         self.has_failed |= has_failed
-        if node in self.graph:
-            self.graph.nodes[node].update(output_tokens=output_tokens, ended_s=at_s)
+        drawn = self._drawn.get(node)
+        if drawn is not None:
+            self.graph.nodes[drawn].update(output_tokens=output_tokens, ended_s=at_s)
         return stage
 
     def shape(self, application: int = 0) -> ProgramShape:
@@ -150,18 +173,30 @@ class RequestGraph:
             stage = last
         else:
             stage = last + 1
-        return min(stage, MAX_STAGES - 1)
+        return stage
+
+    def _tool_s(self, call: Call) -> float:
+        """From the end of the last stage to a call, if that was a tool's time."""
+        last = self._stages[-1] if self._stages else None
+        if last is None or last.num_live:
+            return 0.0
+        gap_s = max(call.at_s - last.ended_s, 0.0)
+        return gap_s if call.tools or gap_s >= MIN_TOOL_S else 0.0
 
     def _draw(self, call: Call, stage: int) -> None:
         """Enter the call, the tools before it and the edges that lead to it."""
         graph = self.graph
         if graph.number_of_nodes() + len(call.tools) + 2 > MAX_NODES:
+            self._drawn.pop(call.node, None)
             return
-        parents = [node for node in call.parents if node in graph and node != call.node]
+        parents = [self._drawn[node] for node in call.parents if node in self._drawn]
         if not parents and stage > 0:
-            parents = [node for node, at in self._stage_of.items() if at == stage - 1]
+            before = [node for node, at in self._stage_of.items() if at == stage - 1]
+            parents = [self._drawn[node] for node in before if node in self._drawn]
+        # One that comes again under the same name is a node of its own.
+        drawn: Hashable = call.node if call.node not in graph else (call.node, self.num_calls)
         graph.add_node(
-            call.node,
+            drawn,
             kind="llm",
             model=call.model,
             role=call.role,
@@ -169,22 +204,26 @@ class RequestGraph:
             input_tokens=call.input_tokens,
             arrived_s=call.at_s,
         )
-        sources = self._draw_tools(call, parents)
-        graph.add_edges_from(
-            ((source, call.node) for source in sources), input_tokens=call.input_tokens
-        )
+        self._drawn[call.node] = drawn
+        room = max(MAX_EDGES - graph.number_of_edges(), 0)
+        for source in self._draw_tools(call, drawn, parents[:room])[:room]:
+            graph.add_edge(source, drawn, input_tokens=call.input_tokens)
 
-    def _draw_tools(self, call: Call, parents: list[int]) -> list[Any]:
+    def _draw_tools(self, call: Call, drawn: Hashable, parents: list[Hashable]) -> list[Hashable]:
         """The tools between ``parents`` and the call; what the call's edges come from."""
-        ends = [self.graph.nodes[node].get("ended_s") for node in parents if node in self.graph]
+        ends = [self.graph.nodes[parent].get("ended_s") for parent in parents]
         known = [end for end in ends if end is not None]
         gap_s = max(call.at_s - max(known), 0.0) if known else 0.0
         names = call.tools or ((0,) if gap_s >= MIN_TOOL_S else ())
-        tools = [("tool", call.node, place) for place in range(len(names))]
-        for tool, name in zip(tools, names, strict=True):
+        tools: list[Hashable] = []
+        for place, name in enumerate(names):
+            if self.graph.number_of_edges() + len(parents) > MAX_EDGES:
+                break
+            tool = ("tool", drawn, place)
             self.graph.add_node(tool, kind="tool", tool=name, time_s=gap_s)
-            self.graph.add_edges_from((node, tool) for node in parents if node in self.graph)
-        return tools or [node for node in parents if node in self.graph]
+            self.graph.add_edges_from((parent, tool) for parent in parents)
+            tools.append(tool)
+        return tools or parents
 
 
 def validate(graph: Any) -> None:

@@ -42,7 +42,12 @@ class Clustered:
     num_patterns: int
     """How many of it."""
     medoids: Indices
+    cluster: Indices
+    """Of each pattern, as an index into ``medoids``."""
     weights: Weights
+    """Of the medoids: those of their clusters together."""
+    weights_then: Weights
+    """Of all patterns when it began."""
 
 
 class Clustering:
@@ -61,7 +66,14 @@ class Clustering:
         pack = PatternPack(self._shapes, weights.tolist())
         medoids, nearest = k_medoids(distance_matrix(pack), weights, self._keep, seed=0)
         together = np.bincount(nearest, weights=self._weights, minlength=len(medoids))
-        return Clustered(self._pack, len(self._shapes), medoids, together.astype(np.float32))
+        return Clustered(
+            self._pack,
+            len(self._shapes),
+            medoids,
+            nearest,
+            together.astype(np.float32),
+            self._weights,
+        )
 
 
 class PatternStore:
@@ -148,8 +160,12 @@ class PatternStore:
             return False
         since = np.arange(clustered.num_patterns, len(self))
         kept = np.concatenate([clustered.medoids, since]).astype(np.int64)
-        weights = np.concatenate([clustered.weights, self.pack.weight[since]])
-        self._keep(kept, weights)
+        # What has been seen again since then counts for the cluster; so does what was forgotten.
+        change = self.pack.weight[: clustered.num_patterns] - clustered.weights_then
+        num = len(clustered.medoids)
+        weights = clustered.weights + np.bincount(clustered.cluster, weights=change, minlength=num)
+        weights = np.concatenate([np.maximum(weights, 0.0), self.pack.weight[since]])
+        self._keep(kept, weights.astype(np.float32))
         self.num_clusterings += 1
         return True
 

@@ -21,6 +21,10 @@ MAX_CALLS = 200_000
 MAX_MATCHES = 2000
 """Programs whose scores are kept; those of others are computed again when something happens."""
 MAX_HABITS = 4096
+MAX_PEERS = 16
+"""Scheduler processes that one program has calls in."""
+LOST_FACTOR = 10.0
+"""So many time-outs after the last news the end of a call is taken to be lost."""
 
 
 class _Habit:
@@ -70,7 +74,16 @@ class Running:
         """Its beginning is not known: nothing can be told of it or learnt from it."""
         self.is_wrong = False
         """A stage has changed that ``match`` has counted."""
-        self.peers: set[bytes] = set()
+        self.peers: dict[bytes, None] = {}
+        """Who has told of it lately."""
+
+    def heard(self, peer: bytes, pace: Pace, now_s: float) -> None:
+        """Something was told of it."""
+        self.heard_s, self.pace = now_s, pace
+        self.peers.pop(peer, None)
+        self.peers[peer] = None
+        while len(self.peers) > MAX_PEERS:
+            del self.peers[next(iter(self.peers))]
 
 
 class Tracker:
@@ -114,14 +127,13 @@ class Tracker:
         """Something has happened, and ``peer`` wants to know what follows from it."""
         self.counters["events"] += 1
         running = self._running.get(event.program)
-        if running is None and isinstance(event, Arrived):
+        if isinstance(event, Arrived) and (running is None or _begins_anew(running, event)):
             running = self._open(event, pace)
         if running is None:
             self.counters["unknown_programs"] += 1
             return
         self._running.move_to_end(event.program)
-        running.heard_s, running.pace = now_s, pace
-        running.peers.add(peer)
+        running.heard(peer, pace, now_s)
         match event:
             case Arrived():
                 self._arrived(running, event)
@@ -146,24 +158,32 @@ class Tracker:
 
     def expire(self, now_s: float) -> None:
         """Close what has been quiet for too long; drop what is too much."""
-        while self._running:
-            program, running = next(iter(self._running.items()))
-            is_many = len(self._running) > self._max_programs or self._num_calls > MAX_CALLS
-            # A clock that has jumped back is no reason to close everything, nor to wait for ever.
+        while self._num_calls > MAX_CALLS:
+            # One id for everything that somebody asks must not drive out all others.
+            largest = max(self._running, key=lambda name: self._running[name].graph.num_calls)
+            self._drop(largest, now_s)
+        while len(self._running) > self._max_programs:
+            self._drop(next(iter(self._running)), now_s)
+        for program, running in list(self._running.items()):
+            # A clock that has jumped back is no reason to wait for ever.
+            running.heard_s = min(running.heard_s, now_s)
             quiet_s = now_s - running.heard_s
-            if quiet_s < 0:
-                running.heard_s = now_s
-            if quiet_s < self._timeout_s and not is_many:
+            if quiet_s < self._timeout_s:
                 return
-            if running.graph.num_live and quiet_s < 10 * self._timeout_s and not is_many:
-                # A call takes its time; but its end may have got lost.
-                running.heard_s = now_s
-                self._running.move_to_end(program)
+            if running.graph.num_live and quiet_s < LOST_FACTOR * self._timeout_s:
                 continue
-            self.counters["quiet" if not is_many else "dropped"] += 1
-            self._close(program, now_s, is_told=False, is_over=not is_many)
+            self.counters["quiet"] += 1
+            self._close(program, now_s, is_told=False, is_over=True)
+
+    def _drop(self, program: int, now_s: float) -> None:
+        self.counters["dropped"] += 1
+        self._close(program, now_s, is_told=False, is_over=False)
 
     def _open(self, arrived: Arrived, pace: Pace) -> Running:
+        before = self._running.get(arrived.program)
+        if before is not None:
+            self._num_calls -= before.graph.num_calls
+            self.counters["unlearnt"] += 1
         running = self._running[arrived.program] = Running(arrived, pace)
         self.counters["opened"] += 1
         self.counters["partial"] += running.is_partial
@@ -293,6 +313,11 @@ class Tracker:
             stage_s=remaining.stage_s,
             later_s=remaining.later_s,
         )
+
+
+def _begins_anew(running: Running, arrived: Arrived) -> bool:
+    """A program known from its middle on is told from its beginning: after a restart."""
+    return running.is_partial and arrived.place == 0
 
 
 def _next_call_s(graph: RequestGraph, remaining: Remaining) -> float | None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inline_jobs import Desk
 
 from core import keeper
 from core.checkpoint import CheckpointStore
@@ -54,7 +55,7 @@ from predictor.state import FORMAT_VERSION
 from predictor.tilt import TILTED_BUCKETS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 PARAMETERS = ForestParameters(num_trees=4, min_samples_leaf=5)
@@ -62,57 +63,6 @@ ROW = feature_row(NO_CUES, EngineFacts(50, 500))
 ROW_BYTES = ROW.astype("<f4").tobytes()
 A, B = b"peer-a", b"peer-b"
 SESSION = 77
-
-
-class InlineJob:
-    """A job that is done when the test says so; nothing is left to chance."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._is_done = False
-        self._value: Any = None
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._value = self._work()
-        except Exception as error:
-            self._error = error
-        self._is_done = True
-
-    def is_done(self) -> bool:
-        return self._is_done
-
-    def result(self) -> Any:
-        assert self._is_done
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def wait(self, limit_s: float) -> bool:
-        assert 0 <= limit_s < 10
-        return self._is_done
-
-
-class Desk:
-    """Takes the jobs of a server: done at once, or held back until ``work``."""
-
-    def __init__(self) -> None:
-        self.held: list[InlineJob] = []
-        self.holds = False
-
-    def __call__(self, work: Callable[[], Any]) -> InlineJob:
-        job = InlineJob(work)
-        self.held.append(job)
-        if not self.holds:
-            self.work()
-        return job
-
-    def work(self) -> None:
-        """Do what is held back."""
-        for job in self.held:
-            job.run()
-        self.held.clear()
 
 
 class Served:
