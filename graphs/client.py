@@ -78,7 +78,7 @@ class GraphsClient:
         self._unsent: OrderedDict[int, Event] = OrderedDict()
         self._serial = 0
         self._session: int | None = None
-        self._next_hello_s = -float("inf")
+        self._next_hello_s = self._expired_s = -float("inf")
         self._heard_s: float | None = None
         self._is_silence_told = False
         self.num_bad = 0
@@ -205,10 +205,13 @@ class GraphsClient:
         del self._open[program]
 
     def _expire(self, now_s: float) -> None:
+        if now_s < self._expired_s:
+            # The clock has jumped back.
+            for opened in self._open.values():
+                opened.heard_s = min(opened.heard_s, now_s)
+        self._expired_s = now_s
         while self._open:
             program, opened = next(iter(self._open.items()))
-            # The clock may have jumped back.
-            opened.heard_s = min(opened.heard_s, now_s)
             if now_s - opened.heard_s < self._timeout_s:
                 return
             if opened.live:

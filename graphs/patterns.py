@@ -1,7 +1,7 @@
 """Many pattern graphs as a few compact arrays: eleven bytes a stage.
 
 Counts, tokens and times are kept as logarithms in one byte each, a tenth of an octave apart:
-within 3.6 % of the truth, far nearer than two programs ever are to each other.
+within 3.6 % of the truth and one unit, far nearer than two programs ever are to each other.
 """
 
 from collections.abc import Sequence

@@ -110,7 +110,7 @@ def cut_to(stages: Sequence[StageShape], most: int) -> tuple[StageShape, ...]:
     merged = StageShape(
         last.identity,
         last.role,
-        last.num_calls,
+        last.num_calls + sum(stage.num_calls for stage in rest),
         last.input_tokens + sum(stage.input_tokens for stage in rest),
         last.output_tokens + sum(stage.output_tokens for stage in rest),
         last.longest_tokens + sum(stage.longest_tokens for stage in rest),

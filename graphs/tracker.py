@@ -4,6 +4,7 @@ Pure: events and times come in, outlooks go out. Bounded: of too many programs t
 been quiet the longest are forgotten, unlearnt.
 """
 
+import math
 from collections import Counter, OrderedDict
 from typing import assert_never
 
@@ -21,6 +22,7 @@ MAX_CALLS = 200_000
 MAX_MATCHES = 2000
 """Programs whose scores are kept; those of others are computed again when something happens."""
 MAX_HABITS = 4096
+SAME_TIME_S = 1e-3
 MAX_PEERS = 16
 """Scheduler processes that one program has calls in."""
 LOST_FACTOR = 10.0
@@ -70,7 +72,7 @@ class Running:
         self.heard_s = 0.0
         self.is_final = False
         """Its last stage has begun."""
-        self.is_partial = arrived.place > 0
+        self.is_partial = not _is_first(arrived)
         """Its beginning is not known: nothing can be told of it or learnt from it."""
         self.is_wrong = False
         """A stage has changed that ``match`` has counted."""
@@ -112,6 +114,7 @@ class Tracker:
         self._habits: OrderedDict[int, _Habit] = OrderedDict()
         self._changed: dict[int, None] = {}
         self._num_calls = 0
+        self._now_s = -math.inf
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -164,9 +167,12 @@ class Tracker:
             self._drop(largest, now_s)
         while len(self._running) > self._max_programs:
             self._drop(next(iter(self._running)), now_s)
-        for program, running in list(self._running.items()):
+        if now_s < self._now_s:
             # A clock that has jumped back is no reason to wait for ever.
-            running.heard_s = min(running.heard_s, now_s)
+            for running in self._running.values():
+                running.heard_s = min(running.heard_s, now_s)
+        self._now_s = now_s
+        for program, running in list(self._running.items()):
             quiet_s = now_s - running.heard_s
             if quiet_s < self._timeout_s:
                 return
@@ -317,7 +323,12 @@ class Tracker:
 
 def _begins_anew(running: Running, arrived: Arrived) -> bool:
     """A program known from its middle on is told from its beginning: after a restart."""
-    return running.is_partial and arrived.place == 0
+    return running.is_partial and _is_first(arrived)
+
+
+def _is_first(arrived: Arrived) -> bool:
+    """Whether it is a program's first call: of several senders each has a first of its own."""
+    return arrived.place == 0 and arrived.call.at_s <= arrived.opened_s + SAME_TIME_S
 
 
 def _next_call_s(graph: RequestGraph, remaining: Remaining) -> float | None:

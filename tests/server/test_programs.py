@@ -279,6 +279,8 @@ def test_a_plain_call_that_is_cancelled_answers_with_what_it_has(
             messages=[{"role": "user", "content": "Go on."}],
             max_tokens=4,
             extra_body={"program_id": program},
+            # A key makes another tenant, whose program it would not be.
+            extra_headers={"Authorization": openai.Omit()},
         )
     assert (caught.value.code, caught.value.param) == ("program_cancelled", "program_id")
 

@@ -707,11 +707,12 @@ def test_after_the_clock_has_jumped_back_hello_is_said_and_silence_noticed_soon(
 def test_after_the_clock_has_jumped_back_quiet_programs_are_forgotten_in_time(
     serving: Serving,
 ) -> None:
-    serving.arrive()
-    serving.finish()
+    for program in range(1, 21):
+        serving.arrive(program)
+        serving.finish(program)
     serving.clock.advance(-900)
     serving.pass_time(2, says=Ready(1))
-    assert serving.count("open") == 1
+    assert serving.count("open") == 20
     serving.pass_time(2 * TIMEOUT_S, says=Ready(1))
     assert serving.count("open") == 0
 

@@ -103,6 +103,14 @@ def test_a_prompt_too_short_for_the_answer_continues_nothing() -> None:
     assert arrive(links, 2, SYSTEM + text(2, 40)) == ()
 
 
+def test_a_prompt_must_be_longer_than_what_it_continues() -> None:
+    links = PrefixLinks()
+    arrive(links, 1, SYSTEM)
+    links.ended(1, len(ANSWER))
+    assert arrive(links, 2, SYSTEM + ANSWER) == ()
+    assert arrive(links, 3, [*SYSTEM, *ANSWER, 5]) == (1,)
+
+
 def test_a_prompt_that_begins_otherwise_continues_nothing() -> None:
     links = PrefixLinks()
     arrive(links, 1, SYSTEM)
