@@ -12,3 +12,8 @@ def name_hash(*names: str) -> int:
         data = name.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(4, "little") + data)
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def hash_of_program(tenant: str, program_id: str) -> int:
+    """The number under which a program is known to all processes."""
+    return name_hash("program", tenant, program_id)

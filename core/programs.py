@@ -1,11 +1,14 @@
 """Programs as the HTTP process sees them: one deadline for all calls, and what came of them."""
 
+from collections import Counter
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_PROGRAMS = 10_000
+FORGOTTEN_AT_ONCE = 64
 
 
 class ProgramCancelledError(ValueError):
@@ -44,6 +47,8 @@ class ProgramRecord:
         self.tokens = 0
         self.ended_s = clock.opened_s
         """When the latest of its calls was complete."""
+        self.has_failed_last = False
+        """The latest of its calls that is over came to nothing."""
         self.is_closed = False
         """No call of it will follow: another one of the same id is another program."""
         self.is_cancelled = False
@@ -60,19 +65,21 @@ class ProgramRecord:
             is_first: it is the first of its call; with ``n`` a call has several.
         """
         self.num_finished += is_first
+        self.has_failed_last = False
         self.tokens += tokens
         self.ended_s = max(self.ended_s, now_s)
 
-    def leave(self, now_s: float) -> None:
+    def leave(self, now_s: float, *, has_failed: bool = False) -> None:
         """A call is over, however it ended."""
         self.num_live = max(self.num_live - 1, 0)
+        self.has_failed_last |= has_failed
         self.heard_s = max(self.heard_s, now_s)
 
     @property
     def met(self) -> bool:
         """Whether it would be in time if nothing followed."""
-        is_in_time = self.ended_s <= self.clock.deadline_at_s
-        return is_in_time and self.num_finished > 0 and not self.is_cancelled
+        is_in_time = self.ended_s <= self.clock.deadline_at_s and self.num_finished > 0
+        return is_in_time and not (self.is_cancelled or self.has_failed_last)
 
     def outcome(self) -> ProgramOutcome:
         return ProgramOutcome(self.num_finished, self.tokens, self.tokens if self.met else 0)
@@ -81,8 +88,8 @@ class ProgramRecord:
 class ProgramBook:
     """Running programs by tenant and id; the first call sets the deadline of all.
 
-    Bounded: the least recently used program is forgotten first, so a program that goes
-    quiet while very many others are active may get a new deadline.
+    Bounded: of too many the least recently used without a live call is forgotten, of the tenant
+    that has the most, so a program that goes quiet among very many may get a new deadline.
 
     Args:
         timeout_s: a program without a call for so long is over.
@@ -92,6 +99,8 @@ class ProgramBook:
         self, max_programs: int = MAX_PROGRAMS, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self._records: dict[tuple[str, str], ProgramRecord] = {}
+        self._num_of: Counter[str] = Counter()
+        """Programs of each tenant."""
         self._max_programs = max_programs
         self._timeout_s = timeout_s
 
@@ -107,10 +116,11 @@ class ProgramBook:
         """
         self.check(tenant, program_id, now_s)
         key = (tenant, program_id)
-        record = self._records.pop(key, None)
+        record = self._remove(key)
         if record is None or record.is_closed or self._is_over(record, now_s):
             record = ProgramRecord(ProgramClock(now_s, now_s + deadline_s))
         self._records[key] = record
+        self._num_of[tenant] += 1
         record.heard_s = max(record.heard_s, now_s)
         self._bound(now_s)
         return record.clock
@@ -151,14 +161,36 @@ class ProgramBook:
         """Forget a program that is closed and has no live call."""
         record = self._records.get((tenant, program_id))
         if record is not None and record.is_closed and not record.num_live:
-            del self._records[(tenant, program_id)]
+            self._remove((tenant, program_id))
 
     def _is_over(self, record: ProgramRecord, now_s: float) -> bool:
         return not record.num_live and now_s - record.heard_s >= self._timeout_s
 
     def _bound(self, now_s: float) -> None:
-        while self._records:
-            key, record = next(iter(self._records.items()))
-            if len(self._records) <= self._max_programs and not self._is_over(record, now_s):
+        """Forget what is over, and of too many the quietest of whoever has the most.
+
+        A program with a live call is kept, so one sender's ids do not drive out another's.
+        """
+        for key, record in list(islice(self._records.items(), FORGOTTEN_AT_ONCE)):
+            if not self._is_over(record, now_s):
+                break
+            self._remove(key)
+        while len(self._records) > self._max_programs:
+            tenant = max(self._num_of, key=self._num_of.__getitem__)
+            quiet = (
+                key
+                for key, record in self._records.items()
+                if key[0] == tenant and not record.num_live
+            )
+            oldest = next(quiet, None)
+            if oldest is None:
                 return
-            del self._records[key]
+            self._remove(oldest)
+
+    def _remove(self, key: tuple[str, str]) -> ProgramRecord | None:
+        record = self._records.pop(key, None)
+        if record is not None:
+            self._num_of[key[0]] -= 1
+            if not self._num_of[key[0]]:
+                del self._num_of[key[0]]
+        return record

@@ -6,12 +6,13 @@ import sys
 from core import hosting
 from core.clock import MonotonicClock
 from core.hosting import EXIT_FAILED, Host
+from core.programs import DEFAULT_TIMEOUT_S
 from graphs.client import GraphsProbe
 from graphs.protocol import server_codec
 from graphs.server import GraphsServer, restored_store
-from graphs.state import FORMAT_VERSION
+from graphs.state import FORMAT_VERSION, MAX_PATTERNS
 from graphs.store import CAPACITY, PatternStore
-from graphs.tracker import DEFAULT_TIMEOUT_S, Tracker
+from graphs.tracker import Tracker
 
 SWITCH_INTERVAL_S = 0.0005
 
@@ -41,7 +42,14 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m graphs", description=__doc__)
     hosting.add_arguments(parser)
-    parser.add_argument("--patterns", type=int, default=CAPACITY, help="most patterns kept")
+    parser.add_argument(
+        "--patterns",
+        type=int,
+        default=CAPACITY,
+        choices=range(2, MAX_PATTERNS // 2 + 1),
+        metavar="PATTERNS",
+        help=f"most patterns kept, 2 to {MAX_PATTERNS // 2} (default: %(default)s)",
+    )
     parser.add_argument(
         "--program-timeout",
         type=float,

@@ -48,13 +48,16 @@ MAX_KEPT = 50_000
 class _Open:
     """A program that is open and what has happened in it."""
 
-    __slots__ = ("events", "heard_s", "is_final", "live", "num_calls")
+    __slots__ = ("events", "heard_s", "is_closed", "is_final", "live", "num_calls")
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.live: set[int] = set()
         self.num_calls = 0
         self.is_final = False
+        """Its last call has arrived, or its client has said that none will follow."""
+        self.is_closed = False
+        """Its client has said so: for good."""
         self.heard_s = 0.0
 
 
@@ -78,7 +81,7 @@ class GraphsClient:
         self._unsent: OrderedDict[int, Event] = OrderedDict()
         self._serial = 0
         self._session: int | None = None
-        self._next_hello_s = self._expired_s = -float("inf")
+        self._next_hello_s = -float("inf")
         self._heard_s: float | None = None
         self._is_silence_told = False
         self.num_bad = 0
@@ -94,12 +97,13 @@ class GraphsClient:
         opened_s: float,
         deadline_at_s: float,
         application: int = 0,
+        tenant: int = 0,
         is_final: bool = False,
     ) -> None:
         """A call of a program has arrived; ``poll`` tells."""
         opened = self._touch(program)
         event = Arrived(
-            program, application, opened.num_calls, call, opened_s, deadline_at_s, is_final
+            program, application, opened.num_calls, call, opened_s, deadline_at_s, is_final, tenant
         )
         opened.num_calls += 1
         opened.is_final |= is_final
@@ -107,7 +111,14 @@ class GraphsClient:
         self._note(opened, event)
 
     def finished(
-        self, program: int, node: int, output_tokens: int, *, at_s: float, has_failed: bool
+        self,
+        program: int,
+        node: int,
+        output_tokens: int,
+        *,
+        at_s: float,
+        has_failed: bool,
+        cached_tokens: int = 0,
     ) -> None:
         """A call has ended; ignored where it is not one of an open program."""
         opened = self._open.get(program)
@@ -115,14 +126,22 @@ class GraphsClient:
             return
         opened = self._touch(program)
         opened.live.discard(node)
-        self._note(opened, Finished(program, node, output_tokens, at_s, has_failed))
+        event = Finished(program, node, output_tokens, at_s, has_failed, cached_tokens)
+        self._note(opened, event)
+        if has_failed and not opened.is_closed:
+            # If it was to be the last, another one may follow.
+            opened.is_final = False
         if opened.is_final and not opened.live:
             self._forget(program)
 
     def closed(self, program: int, *, is_cancelled: bool) -> None:
         """A program is over by its client's word."""
-        if program in self._open:
-            self._note(self._touch(program), Closed(program, is_cancelled))
+        if program not in self._open:
+            return
+        opened = self._touch(program)
+        self._note(opened, Closed(program, is_cancelled))
+        opened.is_final = opened.is_closed = True
+        if is_cancelled or not opened.live:
             self._forget(program)
 
     def poll(self, pace: Pace) -> tuple[Outlook, ...]:
@@ -141,6 +160,11 @@ class GraphsClient:
         self._heard_s = now_s
         self._is_silence_told = False
         return self._take(messages)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._unsent)
 
     def is_alive(self) -> bool:
         """Whether the process was heard in the last seconds."""
@@ -205,11 +229,10 @@ class GraphsClient:
         del self._open[program]
 
     def _expire(self, now_s: float) -> None:
-        if now_s < self._expired_s:
+        if self._open and next(reversed(self._open.values())).heard_s > now_s:
             # The clock has jumped back.
             for opened in self._open.values():
                 opened.heard_s = min(opened.heard_s, now_s)
-        self._expired_s = now_s
         while self._open:
             program, opened = next(iter(self._open.items()))
             if now_s - opened.heard_s < self._timeout_s:

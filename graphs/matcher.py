@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.patterns import (
-    ATTRIBUTES,
     CALLS,
+    COMPARED,
     INPUT,
     LONGEST,
     MAX_CODE,
+    NEW,
     OUTPUT,
     PER_OCTAVE,
     TOOL,
@@ -55,7 +56,7 @@ PENALTIES: npt.NDArray[np.float32] = np.minimum(
 ).astype(np.float32)
 """Logarithm of the kernels, negated, by attribute and difference of codes."""
 _Which = tuple[int, ...]
-_WHOLE: _Which = tuple(range(len(ATTRIBUTES)))
+_WHOLE: _Which = COMPARED
 _AT_OPENING: _Which = (INPUT, TOOL)
 """What is known of a stage when its first call has arrived."""
 
@@ -68,6 +69,7 @@ class Remaining(msgspec.Struct, frozen=True):
         later_s: of all stages after it.
         stages: how many stages come after it.
         calls, input_tokens, output_tokens: of those stages together.
+        new_tokens: of that input what will not be in the prefix cache.
         longest_tokens: the longest call of each of those stages, added up.
         tool_s: tool time before those stages, added up.
         missing_calls: calls of the open stage that have not arrived yet.
@@ -83,6 +85,7 @@ class Remaining(msgspec.Struct, frozen=True):
     calls: float
     input_tokens: float
     output_tokens: float
+    new_tokens: float
     longest_tokens: float
     tool_s: float
     missing_calls: float
@@ -98,19 +101,16 @@ class Match:
 
     Args:
         application: hash of its name; 0 where it has none.
+        tenant: hash of whose it is; 0 for nobody's.
     """
 
     __slots__ = ("_alive", "_prior", "_scores", "num_stages", "pack")
 
-    def __init__(self, pack: PatternPack, application: int = 0) -> None:
+    def __init__(self, pack: PatternPack, application: int = 0, tenant: int = 0) -> None:
         self.pack = pack
         self.num_stages = 0
         """Stages that are over and counted in the scores."""
-        everyone = np.arange(len(pack), dtype=np.int64)
-        index = pack.applications.get(application)
-        own = np.flatnonzero(pack.application == index) if index != UNKNOWN else everyone
-        is_enough = float(pack.weight[own].sum()) >= MIN_OF_APPLICATION
-        self._alive: Indices = own if is_enough else everyone
+        self._alive: Indices = _comparable(pack, application, tenant)
         prior = np.log(np.maximum(pack.weight[self._alive], MIN_WEIGHT))
         self._prior: Scores = prior.astype(np.float32)
         """How often each was seen; other than what stages say, it does not age."""
@@ -191,6 +191,19 @@ class Match:
         return total
 
 
+def _comparable(pack: PatternPack, application: int, tenant: int) -> Indices:
+    """The patterns of its own application, else of its tenant, else all: the first that suffice."""
+    kinds = (
+        (pack.application, pack.applications.get(application)),
+        (pack.tenant, pack.tenants.get(tenant)),
+    )
+    for column, index in kinds:
+        own = np.flatnonzero(column == index) if index != UNKNOWN else np.empty(0, dtype=np.int64)
+        if float(pack.weight[own].sum()) >= MIN_OF_APPLICATION:
+            return own
+    return np.arange(len(pack), dtype=np.int64)
+
+
 class _Mixture:
     """The stages that some patterns have after the first ``num_over``, each with its weight."""
 
@@ -207,7 +220,7 @@ class _Mixture:
         self._values = values_of(pack.codes[:, first[owner] + rank])
         self._time_s = (
             self._values[TOOL]
-            + self._values[INPUT] * pace.prefill_s
+            + self._values[NEW] * pace.prefill_s
             + self._values[LONGEST] * pace.step_s
             + self._values[OUTPUT] * pace.token_s
         )
@@ -229,6 +242,7 @@ class _Mixture:
             calls=float((later * values[CALLS]).sum()),
             input_tokens=float((later * values[INPUT]).sum()),
             output_tokens=float((later * values[OUTPUT]).sum()),
+            new_tokens=float((later * values[NEW]).sum()),
             longest_tokens=float((later * values[LONGEST]).sum()),
             tool_s=float((later * values[TOOL]).sum()),
             missing_calls=float((now * missing).sum()),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.matcher import PENALTIES, ROLE_PENALTY, TOOLS_PENALTY
-from graphs.patterns import ATTRIBUTES, UNKNOWN, Coded, Indices, PatternPack
+from graphs.patterns import COMPARED, UNKNOWN, Coded, Indices, PatternPack
 
 Distances = npt.NDArray[np.float32]
 
@@ -46,13 +46,13 @@ def distances_to(pack: PatternPack, program: Coded) -> Distances:
 def _alike(pack: PatternPack, places: Indices, program: Coded, rank: int) -> Distances:
     """Kernels of the stages at ``places`` with one of the program, averaged: 0 to 1."""
     penalty = np.zeros(len(places), dtype=np.float32)
-    for attribute in range(len(ATTRIBUTES)):
+    for attribute in COMPARED:
         code = np.int16(program.codes[attribute, rank])
         gaps = np.abs(pack.codes[attribute, places].astype(np.int16) - code)
         penalty += PENALTIES[attribute][gaps]
     penalty += np.float32(ROLE_PENALTY) * (pack.role[places] != program.role[rank])
     penalty += np.float32(TOOLS_PENALTY) * (pack.tools[places] != program.tools[rank])
-    alike: Distances = np.exp(-penalty / len(ATTRIBUTES))
+    alike: Distances = np.exp(-penalty / len(COMPARED))
     alike[pack.identity[places] != program.identity[rank]] = 0.0
     return alike
 

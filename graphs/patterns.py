@@ -1,4 +1,4 @@
-"""Many pattern graphs as a few compact arrays: eleven bytes a stage.
+"""Many pattern graphs as a few compact arrays: twelve bytes a stage.
 
 Counts, tokens and times are kept as logarithms in one byte each, a tenth of an octave apart:
 within 3.6 % of the truth and one unit, far nearer than two programs ever are to each other.
@@ -22,11 +22,14 @@ ATTRIBUTES = (
     "output_tokens",
     "longest_tokens",
     "tool_s",
+    "new input tokens per call",
 )
-CALLS, INPUT, OUTPUT, LONGEST, TOOL = range(len(ATTRIBUTES))
+CALLS, INPUT, OUTPUT, LONGEST, TOOL, NEW = range(len(ATTRIBUTES))
+COMPARED = (CALLS, INPUT, OUTPUT, LONGEST, TOOL)
+"""What two stages are compared by: what was in the prefix cache is chance."""
 PER_OCTAVE = 10.0
 _TOOL_UNIT_S = 0.01
-_UNITS: Floats = np.array([1.0, 1.0, 1.0, 1.0, _TOOL_UNIT_S])
+_UNITS: Floats = np.array([1.0, 1.0, 1.0, 1.0, _TOOL_UNIT_S, 1.0])
 MAX_CODE = 255
 VALUES: Floats = 2.0 ** (np.arange(MAX_CODE + 1) / PER_OCTAVE) - 1.0
 """What a code stands for, in units of ``_UNITS``."""
@@ -36,7 +39,7 @@ _MAX_NAMES = 65_535
 
 
 def codes_of(stage: StageShape) -> Codes:
-    """The attributes of one stage as codes, shape (5,)."""
+    """The attributes of one stage as codes, shape (6,)."""
     values = np.array(
         [
             stage.num_calls,
@@ -44,6 +47,7 @@ def codes_of(stage: StageShape) -> Codes:
             stage.output_tokens,
             stage.longest_tokens,
             stage.tool_s,
+            stage.filled_tokens / max(stage.num_calls, 1),
         ]
     )
     octaves = np.log2(1.0 + np.maximum(values, 0.0) / _UNITS)
@@ -52,20 +56,22 @@ def codes_of(stage: StageShape) -> Codes:
 
 
 def values_of(codes: Codes) -> Floats:
-    """The attributes that codes of shape (5, n) stand for; the input is that of all calls."""
+    """The attributes that codes of shape (6, n) stand for; input is that of all calls."""
     values: Floats = VALUES[codes] * _UNITS[:, None]
     values[INPUT] *= values[CALLS]
+    values[NEW] *= values[CALLS]
     return values
 
 
 class Coded(NamedTuple):
-    """One program in the terms of a pack: indices of names, (stages,), and codes, (5, stages)."""
+    """One program in the terms of a pack: indices of names, (stages,), and codes, (6, stages)."""
 
     identity: npt.NDArray[np.uint16]
     role: npt.NDArray[np.uint16]
     tools: npt.NDArray[np.uint16]
     codes: Codes
     application: int
+    tenant: int
 
 
 class Names:
@@ -96,13 +102,14 @@ class PatternPack:
         self._num_stages = 0
         self._offsets = np.zeros(64, dtype=np.uint32)
         self._application = np.zeros(64, dtype=np.uint16)
+        self._tenant = np.zeros(64, dtype=np.uint16)
         self._weight = np.zeros(64, dtype=np.float32)
         self._identity = np.zeros(512, dtype=np.uint16)
         self._role = np.zeros(512, dtype=np.uint16)
         self._tools = np.zeros(512, dtype=np.uint16)
         self._codes: Codes = np.zeros((len(ATTRIBUTES), 512), dtype=np.uint8)
         self.identities, self.roles, self.toolsets = Names(), Names(), Names()
-        self.applications = Names()
+        self.applications, self.tenants = Names(), Names()
         for shape, weight in zip(shapes, weights, strict=True):
             self.add(shape, weight)
 
@@ -118,6 +125,11 @@ class PatternPack:
     def application(self) -> npt.NDArray[np.uint16]:
         """Index into ``applications``, shape (n,)."""
         return self._application[: self._num]
+
+    @property
+    def tenant(self) -> npt.NDArray[np.uint16]:
+        """Index into ``tenants``, shape (n,)."""
+        return self._tenant[: self._num]
 
     @property
     def weight(self) -> npt.NDArray[np.float32]:
@@ -141,7 +153,7 @@ class PatternPack:
 
     @property
     def codes(self) -> Codes:
-        """``ATTRIBUTES`` as codes, shape (5, stages)."""
+        """``ATTRIBUTES`` as codes, shape (6, stages)."""
         return self._codes[:, : self._num_stages]
 
     @property
@@ -150,6 +162,7 @@ class PatternPack:
         parts = (
             self.offsets,
             self.application,
+            self.tenant,
             self.weight,
             self.identity,
             self.role,
@@ -170,6 +183,7 @@ class PatternPack:
             np.array([self.toolsets.enter(stage.tools) for stage in stages], dtype=np.uint16),
             codes,
             self.applications.enter(shape.application),
+            self.tenants.enter(shape.tenant),
         )
 
     def at(self, index: int) -> Coded:
@@ -181,6 +195,7 @@ class PatternPack:
             self._tools[stages],
             self._codes[:, stages],
             int(self._application[index]),
+            int(self._tenant[index]),
         )
 
     def add(self, shape: ProgramShape, weight: float) -> int:
@@ -194,13 +209,14 @@ class PatternPack:
         self._codes[:, begin:end] = coded.codes
         index = self._num
         self._application[index] = coded.application
+        self._tenant[index] = coded.tenant
         self._weight[index] = weight
         self._offsets[index + 1] = end
         self._num, self._num_stages = index + 1, end
         return index
 
     def _make_room(self, num: int, num_stages: int) -> None:
-        for name in ("_offsets", "_application", "_weight"):
+        for name in ("_offsets", "_application", "_tenant", "_weight"):
             setattr(self, name, _grown(getattr(self, name), num))
         for name in ("_identity", "_role", "_tools", "_codes"):
             setattr(self, name, _grown(getattr(self, name), num_stages))

@@ -38,6 +38,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
         call: see ``graphs.shape``.
         opened_s, deadline_at_s: of the whole program.
         is_final: no stage follows this one.
+        tenant: hash.
     """
 
     program: _Hash
@@ -47,16 +48,23 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
     opened_s: float
     deadline_at_s: float
     is_final: bool
+    tenant: _Hash = 0
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """A call has ended; ``has_failed``: in another way than by finishing."""
+    """A call has ended.
+
+    Attributes:
+        has_failed: in another way than by finishing.
+        cached_tokens: of its input what was in the prefix cache.
+    """
 
     program: _Hash
     node: _Hash
     output_tokens: _Tokens
     at_s: float
     has_failed: bool
+    cached_tokens: _Tokens = 0
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
@@ -102,6 +110,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
         next_call_s: absolute: when the next stage is expected to begin; None during a stage or
             where none is expected.
         next_input_tokens: of that stage's calls together.
+        new_tokens: of the input still to come what will not be in the prefix cache.
     """
 
     program: int
@@ -117,6 +126,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
     stage_due_s: float | None = None
     next_call_s: float | None = None
     next_input_tokens: float = 0.0
+    new_tokens: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -189,6 +199,7 @@ def check_outlook(outlook: Outlook) -> None:
         outlook.stage_tokens,
         outlook.tool_s,
         outlook.next_input_tokens,
+        outlook.new_tokens,
     )
     counts = (outlook.num_calls, outlook.stage)
     times = [at for at in (outlook.stage_due_s, outlook.next_call_s) if at is not None]

@@ -28,6 +28,7 @@ class _Stage:
         "identity",
         "input_tokens",
         "longest_tokens",
+        "new_tokens",
         "num_calls",
         "num_live",
         "output_tokens",
@@ -45,6 +46,7 @@ class _Stage:
         self.tool_s = tool_s
         self.num_calls = self.num_live = 0
         self.input_tokens = self.output_tokens = self.longest_tokens = 0.0
+        self.new_tokens = 0.0
         self._before_tokens = 0.0
 
     def go_on(self, tool_s: float) -> None:
@@ -52,9 +54,10 @@ class _Stage:
         self.tool_s += tool_s
         self._before_tokens = self.longest_tokens
 
-    def ended(self, output_tokens: int, at_s: float) -> None:
+    def ended(self, output_tokens: int, cached_tokens: int, at_s: float) -> None:
         """One of its calls has ended."""
         self.num_live -= 1
+        self.new_tokens = max(self.new_tokens - cached_tokens, 0.0)
         self.output_tokens += output_tokens
         longest_tokens = self._before_tokens + output_tokens
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
@@ -70,6 +73,8 @@ class _Stage:
             self.longest_tokens,
             self.tool_s,
             self.tools,
+            # As most are: all of it is new.
+            -1.0 if self.new_tokens == self.input_tokens else self.new_tokens,
         )
 
 
@@ -133,6 +138,7 @@ class RequestGraph:
         entry.num_calls += 1
         entry.num_live += 1
         entry.input_tokens += call.input_tokens
+        entry.new_tokens += call.input_tokens
         self._draw(call, stage)
         self._stage_of[call.node] = stage
         self._live.setdefault(call.node, []).append(stage)
@@ -140,8 +146,20 @@ class RequestGraph:
         self.num_calls += 1
         return stage
 
-    def ended(self, node: int, output_tokens: int, at_s: float, *, has_failed: bool) -> int:
-        """A call has ended; its stage, or -1 for one that is not live."""
+    def ended(
+        self,
+        node: int,
+        output_tokens: int,
+        at_s: float,
+        *,
+        has_failed: bool,
+        cached_tokens: int = 0,
+    ) -> int:
+        """A call has ended; its stage, or -1 for one that is not live.
+
+        Args:
+            cached_tokens: input that was in the prefix cache already.
+        """
         stages = self._live.get(node)
         if not stages:
             return -1
@@ -149,16 +167,16 @@ class RequestGraph:
         if not stages:
             del self._live[node]
         self._num_live -= 1
-        self._stages[stage].ended(output_tokens, at_s)
+        self._stages[stage].ended(output_tokens, cached_tokens, at_s)
         self.has_failed |= has_failed
         drawn = self._drawn.get(node)
         if drawn is not None:
             self.graph.nodes[drawn].update(output_tokens=output_tokens, ended_s=at_s)
         return stage
 
-    def shape(self, application: int = 0) -> ProgramShape:
+    def shape(self, application: int = 0, tenant: int = 0) -> ProgramShape:
         """The whole program in numbers."""
-        return ProgramShape(application, tuple(entry.shape() for entry in self._stages))
+        return ProgramShape(application, tuple(entry.shape() for entry in self._stages), tenant)
 
     def knows(self, node: int) -> bool:
         """Whether a call of that name has arrived."""

@@ -19,7 +19,7 @@ class Pace(msgspec.Struct, frozen=True, array_like=True):
     """What work costs now: the step-time model at the expected batch, in seconds.
 
     Attributes:
-        prefill_s: per input token.
+        prefill_s: per input token that is not in the prefix cache.
         step_s: per decode step, whoever is in it.
         token_s: more of each step per request in it.
     """
@@ -62,6 +62,7 @@ class StageShape(msgspec.Struct, frozen=True, array_like=True):
         longest_tokens: output of the longest call.
         tool_s: from the end of the stage before to its first call.
         tools: of the set of tools that ran then; 0 where none was told.
+        new_tokens: input that was not in the prefix cache; below 0: all of it.
     """
 
     identity: int
@@ -72,14 +73,20 @@ class StageShape(msgspec.Struct, frozen=True, array_like=True):
     longest_tokens: float
     tool_s: float
     tools: int = 0
+    new_tokens: float = -1.0
+
+    @property
+    def filled_tokens(self) -> float:
+        """Input tokens that had to be computed."""
+        return self.input_tokens if self.new_tokens < 0 else self.new_tokens
 
     def time_s(self, pace: Pace) -> float:
-        """Execution time at ``pace``: the tools, the prompts, then the longest answer's steps.
+        """Execution time at ``pace``: the tools, the new input, then the longest answer's steps.
 
         Each other answer makes the steps that it is in longer.
         """
         decode_s = self.longest_tokens * pace.step_s + self.output_tokens * pace.token_s
-        return self.tool_s + self.input_tokens * pace.prefill_s + decode_s
+        return self.tool_s + self.filled_tokens * pace.prefill_s + decode_s
 
 
 class ProgramShape(msgspec.Struct, frozen=True, array_like=True):
@@ -87,10 +94,12 @@ class ProgramShape(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         application: hash of its name; 0 where it was not told.
+        tenant: hash of whose it was; 0 for nobody's.
     """
 
     application: int
     stages: tuple[StageShape, ...]
+    tenant: int = 0
 
 
 def set_hash(names: Iterable[int]) -> int:
@@ -116,5 +125,6 @@ def cut_to(stages: Sequence[StageShape], most: int) -> tuple[StageShape, ...]:
         last.longest_tokens + sum(stage.longest_tokens for stage in rest),
         last.tool_s + sum(stage.tool_s for stage in rest),
         last.tools,
+        last.filled_tokens + sum(stage.filled_tokens for stage in rest),
     )
     return (*stages[: most - 1], merged)

@@ -9,7 +9,7 @@ from graphs.shape import MAX_STAGES, ProgramShape, StageShape
 from graphs.store import PatternStore
 
 FORMAT_VERSION = 1
-MAX_PATTERNS = 10_000
+MAX_PATTERNS = 20_000
 _MAX_AMOUNT = 1e15
 
 
@@ -46,7 +46,9 @@ def decode_into(data: bytes, store: PatternStore) -> None:
 
 
 def _check(shape: ProgramShape) -> None:
-    is_good = 0 < len(shape.stages) <= MAX_STAGES and 0 <= shape.application < 1 << 63
+    is_good = 0 < len(shape.stages) <= MAX_STAGES and all(
+        0 <= name < 1 << 63 for name in (shape.application, shape.tenant)
+    )
     if not is_good or not all(_is_stage(stage) for stage in shape.stages):
         raise ValueError("a pattern that is none")
 
@@ -60,7 +62,8 @@ def _is_stage(stage: StageShape) -> bool:
         stage.longest_tokens,
         stage.tool_s,
     )
-    return all(0 <= name < 1 << 63 for name in names) and _are_amounts(amounts)
+    is_new = stage.new_tokens == -1.0 or _are_amounts((stage.new_tokens,))
+    return is_new and all(0 <= name < 1 << 63 for name in names) and _are_amounts(amounts)
 
 
 def _are_amounts(values: Iterable[float]) -> bool:

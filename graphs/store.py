@@ -62,9 +62,7 @@ class Clustering:
     def run(self) -> Clustered:
         """Find the medoids; each has the weights of its whole cluster."""
         weights = np.maximum(self._weights, MIN_WEIGHT)
-        # A copy of its own: the store's grows meanwhile.
-        pack = PatternPack(self._shapes, weights.tolist())
-        medoids, nearest = k_medoids(distance_matrix(pack), weights, self._keep, seed=0)
+        medoids, nearest = self._by_tenant(weights)
         together = np.bincount(nearest, weights=self._weights, minlength=len(medoids))
         return Clustered(
             self._pack,
@@ -74,6 +72,40 @@ class Clustering:
             together.astype(np.float32),
             self._weights,
         )
+
+    def _by_tenant(self, weights: Weights) -> tuple[Indices, Indices]:
+        """Medoids, ascending, and each pattern's as an index into them: each tenant's apart."""
+        tenants = np.array([shape.tenant for shape in self._shapes], dtype=np.int64)
+        nearest = np.zeros(len(tenants), dtype=np.int64)
+        medoids: list[Indices] = []
+        for tenant, quota in quotas(tenants, self._keep).items():
+            if not quota:
+                continue
+            own = np.flatnonzero(tenants == tenant)
+            # A copy of its own: the store's pack grows meanwhile.
+            shapes = [self._shapes[index] for index in own.tolist()]
+            pack = PatternPack(shapes, weights[own].tolist())
+            found, cluster = k_medoids(distance_matrix(pack), weights[own], quota, seed=0)
+            nearest[own] = cluster + sum(len(part) for part in medoids)
+            medoids.append(own[found])
+        joined = np.concatenate(medoids)
+        order = np.argsort(joined)
+        return joined[order], np.argsort(order)[nearest]
+
+
+def quotas(tenants: Indices, num: int) -> dict[int, int]:
+    """How many patterns of each tenant stay if ``num`` may: nobody's crowd out another's.
+
+    Who has few keeps all; the others share what is left alike.
+    """
+    names, counts = np.unique(tenants, return_counts=True)
+    found: dict[int, int] = {}
+    left = num
+    for rank, place in enumerate(np.argsort(counts, kind="stable").tolist()):
+        share = left // (len(names) - rank)
+        found[int(names[place])] = min(int(counts[place]), share)
+        left -= found[int(names[place])]
+    return found
 
 
 class PatternStore:
@@ -185,11 +217,16 @@ class PatternStore:
         self.pack.weight[index] = min(float(self.pack.weight[index]) + 1.0, MAX_WEIGHT)
 
     def _keep_best(self, num: int) -> None:
+        """Keep the ``num`` most used, of each tenant its share."""
         if num >= len(self):
             return
-        best = np.argsort(-self.pack.weight, kind="stable")[:num]
-        kept = np.sort(best).astype(np.int64)
-        self.num_evicted += len(self) - num
+        tenants = np.array([shape.tenant for shape in self.shapes], dtype=np.int64)
+        best = []
+        for tenant, quota in quotas(tenants, num).items():
+            own = np.flatnonzero(tenants == tenant)
+            best.append(own[np.argsort(-self.pack.weight[own], kind="stable")[:quota]])
+        kept = np.sort(np.concatenate(best)).astype(np.int64)
+        self.num_evicted += len(self) - len(kept)
         self._keep(kept, self.pack.weight[kept])
 
     def _keep(self, kept: Indices, weights: Weights) -> None:

@@ -4,18 +4,17 @@ Pure: events and times come in, outlooks go out. Bounded: of too many programs t
 been quiet the longest are forgotten, unlearnt.
 """
 
-import math
 from collections import Counter, OrderedDict
 from typing import assert_never
 
+from core.programs import DEFAULT_TIMEOUT_S
 from graphs.amortise import Amortisation, stage_due_s
 from graphs.matcher import Match, Remaining
 from graphs.protocol import Arrived, Closed, Event, Finished, Outlook
 from graphs.request_graph import RequestGraph
-from graphs.shape import Pace, StageShape
+from graphs.shape import MAX_STAGES, Pace, StageShape
 from graphs.store import PatternStore
 
-DEFAULT_TIMEOUT_S = 600.0
 MAX_PROGRAMS = 10_000
 MAX_CALLS = 200_000
 """Calls of all running programs together."""
@@ -23,6 +22,8 @@ MAX_MATCHES = 2000
 """Programs whose scores are kept; those of others are computed again when something happens."""
 MAX_HABITS = 4096
 SAME_TIME_S = 1e-3
+MAX_RESCORED = 16
+"""A program whose stages keep changing behind it is not matched any more."""
 MAX_PEERS = 16
 """Scheduler processes that one program has calls in."""
 LOST_FACTOR = 10.0
@@ -52,17 +53,20 @@ class Running:
         "done_s",
         "graph",
         "heard_s",
+        "is_closed",
         "is_final",
         "is_partial",
         "is_wrong",
         "match",
+        "num_rescored",
         "opened_s",
         "pace",
         "peers",
+        "tenant",
     )
 
     def __init__(self, arrived: Arrived, pace: Pace) -> None:
-        self.application = arrived.application
+        self.application, self.tenant = arrived.application, arrived.tenant
         self.opened_s, self.deadline_at_s = arrived.opened_s, arrived.deadline_at_s
         self.graph = RequestGraph()
         self.match: Match | None = None
@@ -72,18 +76,20 @@ class Running:
         self.heard_s = 0.0
         self.is_final = False
         """Its last stage has begun."""
+        self.is_closed = False
+        """Its client has said that it is over: what is live goes on."""
+        self.num_rescored = 0
         self.is_partial = not _is_first(arrived)
         """Its beginning is not known: nothing can be told of it or learnt from it."""
         self.is_wrong = False
         """A stage has changed that ``match`` has counted."""
-        self.peers: dict[bytes, None] = {}
-        """Who has told of it lately."""
+        self.peers: dict[bytes, int] = {}
+        """Who has told of it lately, and how many calls each has told of."""
 
     def heard(self, peer: bytes, pace: Pace, now_s: float) -> None:
         """Something was told of it."""
         self.heard_s, self.pace = now_s, pace
-        self.peers.pop(peer, None)
-        self.peers[peer] = None
+        self.peers[peer] = self.peers.pop(peer, 0)
         while len(self.peers) > MAX_PEERS:
             del self.peers[next(iter(self.peers))]
 
@@ -114,7 +120,6 @@ class Tracker:
         self._habits: OrderedDict[int, _Habit] = OrderedDict()
         self._changed: dict[int, None] = {}
         self._num_calls = 0
-        self._now_s = -math.inf
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -139,11 +144,13 @@ class Tracker:
         running.heard(peer, pace, now_s)
         match event:
             case Arrived():
-                self._arrived(running, event)
+                self._arrived(running, event, peer)
             case Finished():
                 self._finished(running, event, now_s)
             case Closed(is_cancelled=is_cancelled):
-                self._close(event.program, now_s, is_told=True, is_over=not is_cancelled)
+                running.is_closed = running.is_final = True
+                if is_cancelled or not running.graph.num_live:
+                    self._close(event.program, now_s, is_told=True, is_over=not is_cancelled)
             case _:
                 assert_never(event)
         if event.program in self._running:
@@ -155,7 +162,7 @@ class Tracker:
         found = []
         for program in changed:
             running = self._running.get(program)
-            if running is not None and not running.is_partial:
+            if running is not None:
                 found.append((running, self._outlook(program, running)))
         return found
 
@@ -167,11 +174,10 @@ class Tracker:
             self._drop(largest, now_s)
         while len(self._running) > self._max_programs:
             self._drop(next(iter(self._running)), now_s)
-        if now_s < self._now_s:
+        if self._running and next(reversed(self._running.values())).heard_s > now_s:
             # A clock that has jumped back is no reason to wait for ever.
             for running in self._running.values():
                 running.heard_s = min(running.heard_s, now_s)
-        self._now_s = now_s
         for program, running in list(self._running.items()):
             quiet_s = now_s - running.heard_s
             if quiet_s < self._timeout_s:
@@ -195,11 +201,14 @@ class Tracker:
         self.counters["partial"] += running.is_partial
         return running
 
-    def _arrived(self, running: Running, event: Arrived) -> None:
+    def _arrived(self, running: Running, event: Arrived, peer: bytes) -> None:
         if running.graph.knows(event.call.node):
             # Said again by a client that was not sure.
             self.counters["repeated"] += 1
             return
+        # A sender whose calls have a gap: what lies in it has got lost.
+        running.is_partial |= event.place != running.peers[peer]
+        running.peers[peer] = event.place + 1
         self._num_calls += 1
         stage = running.graph.arrived(event.call)
         running.is_final |= event.is_final
@@ -209,8 +218,15 @@ class Tracker:
     def _finished(self, running: Running, event: Finished, now_s: float) -> None:
         graph = running.graph
         stage = graph.ended(
-            event.node, event.output_tokens, event.at_s, has_failed=event.has_failed
+            event.node,
+            event.output_tokens,
+            event.at_s,
+            has_failed=event.has_failed,
+            cached_tokens=event.cached_tokens,
         )
+        if event.has_failed and not running.is_closed:
+            # If it was to be the last, another one may follow.
+            running.is_final = False
         if stage < 0:
             self.counters["unknown_calls"] += 1
         elif running.is_final and not graph.num_live:
@@ -238,7 +254,7 @@ class Tracker:
             return
         if running.match is not None and running.match.pack is self.store.pack:
             self.store.used(running.match.best(), now_s)
-        self.store.add(graph.shape(running.application), now_s)
+        self.store.add(graph.shape(running.application, running.tenant), now_s)
         self.counters["learnt"] += 1
 
     def _habit_of(self, application: int) -> _Habit:
@@ -254,6 +270,9 @@ class Tracker:
 
     def _outlook(self, program: int, running: Running) -> Outlook:
         graph = running.graph
+        is_lost = running.is_partial or running.num_rescored > MAX_RESCORED
+        if is_lost or graph.num_stages >= MAX_STAGES:
+            return Outlook(program, graph.num_calls, graph.num_stages - 1, is_known=False)
         match = self._matched_up(program, running)
         stage = match.num_stages
         is_between = stage == graph.num_stages
@@ -271,27 +290,34 @@ class Tracker:
                 running.is_final,
                 stage_due_s=due_s,
             )
+        ahead = [graph.stage(index) for index in range(stage + 1, graph.num_stages)]
+        calls = remaining.calls - sum(one.num_calls for one in ahead)
+        input_tokens = remaining.input_tokens - sum(one.input_tokens for one in ahead)
+        output_tokens = remaining.output_tokens - sum(one.output_tokens for one in ahead)
         return Outlook(
             program,
             graph.num_calls,
             min(stage, graph.num_stages - 1),
             is_known=True,
-            calls=remaining.calls + remaining.missing_calls,
-            stages=remaining.stages,
-            input_tokens=remaining.input_tokens + remaining.missing_input_tokens,
-            output_tokens=remaining.output_tokens + remaining.missing_output_tokens,
+            # Where branches differ in depth, calls of later stages may have arrived already.
+            calls=max(calls, 0.0) + remaining.missing_calls,
+            stages=max(remaining.stages - len(ahead), 0.0),
+            input_tokens=max(input_tokens, 0.0) + remaining.missing_input_tokens,
+            output_tokens=max(output_tokens, 0.0) + remaining.missing_output_tokens,
             stage_tokens=remaining.longest_tokens,
-            tool_s=remaining.tool_s,
+            tool_s=max(remaining.tool_s - sum(one.tool_s for one in ahead), 0.0),
             stage_due_s=None if is_between else self._due_s(running, stage, opened, remaining),
             next_call_s=_next_call_s(graph, remaining) if is_between else None,
             next_input_tokens=remaining.next_input_tokens if is_between else 0.0,
+            new_tokens=max(remaining.new_tokens - sum(one.filled_tokens for one in ahead), 0.0),
         )
 
     def _matched_up(self, program: int, running: Running) -> Match:
         """The match of a program, up to the first stage that has a live call."""
         match = running.match
         if match is None or match.pack is not self.store.pack or running.is_wrong:
-            match = running.match = Match(self.store.pack, running.application)
+            match = running.match = Match(self.store.pack, running.application, running.tenant)
+            running.num_rescored += running.is_wrong
             running.done_s, running.is_wrong = 0.0, False
         self._matched[program] = None
         self._matched.move_to_end(program)

@@ -4,8 +4,8 @@ import math
 
 import msgspec
 
+from core.programs import DEFAULT_TIMEOUT_S
 from scheduler.policies import CHOICES, POLICIES
-from scheduler.programs import DEFAULT_TIMEOUT_S
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

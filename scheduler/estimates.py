@@ -207,7 +207,7 @@ class Estimates:
             stage = programs.stages_to_come * self.context.average_tokens
             _, _, _, prefill_s, _ = self.context.step_time.coefficients
             later_s = (programs.column("future_stage") + stage) * step_s
-            later_s = later_s + programs.column("future_in") * prefill_s
+            later_s = later_s + programs.column("future_new") * prefill_s
             later_s = (later_s + programs.column("future_tool_s"))[program]
             later_s = np.where(is_call, later_s, 0.0)
         budget = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - later_s
@@ -251,7 +251,9 @@ class Estimates:
         worth = self.context.objective.answer_value(inputs, outputs)
         _, _, _, prefill_s, _ = self.context.step_time.coefficients
         typical_s = float(self.token_s[calls].mean())
-        future_s = future_in * prefill_s + future_out * typical_s
+        # What is known of the cache is known of what a match expects alone.
+        cached = programs.column("future_in") - programs.column("future_new")
+        future_s = np.maximum(future_in - cached, 0.0) * prefill_s + future_out * typical_s
         density = worth / np.maximum(total(self.engine_s[calls]) + future_s, MIN_ENGINE_S)
         chance = np.ones(size)
         np.minimum.at(chance, program, expected.in_time_fraction[calls])

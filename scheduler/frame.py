@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from core.slo import OnMiss, ReasoningSlo, RequestTerms
+from core.slo import OnMiss, ReasoningSlo, RequestTerms, is_final
 from scheduler.config import SchedulerConfig
 from scheduler.earnings import Earnings
 from scheduler.estimates import Estimates, FrameContext
@@ -52,7 +52,7 @@ from scheduler.table import (
 from scheduler.tenants import Tenants
 
 RELAXED_PAUSE_FACTOR = 20.0
-MAX_NEW_CALLS = 64
+MAX_NEW_CALLS = 1024
 EARLY_MOVES_FRACTION = 0.5
 """Of the moves that a frame has left, how many an early boundary may make."""
 
@@ -154,7 +154,10 @@ class FrameManager:
         self.num_arrived += 1
         self._live[request_id] = request
         row = self.table.add(
-            request, program=self.programs.enter(terms), tenant=self.tenants.join(terms.tenant)
+            request,
+            # Without a token to answer it only fills a cache, or is read: no call of anything.
+            program=self.programs.enter(terms) if max_output_tokens > 0 else -1,
+            tenant=self.tenants.join(terms.tenant),
         )
         self.table.points[row] = self.lengths.points(request.slo_type)
         self._set_timer(request)
@@ -274,6 +277,7 @@ class FrameManager:
                 input_tokens=request.input_tokens if is_finished else 0,
                 output_tokens=request.generated_tokens if is_finished else 0,
                 now_s=self._now_s,
+                is_undone=is_final(request.terms) and not is_finished,
             )
         self.tenants.leave(tenant)
         self.table.remove(row, state)

@@ -5,6 +5,7 @@ import math
 import msgspec
 import numpy as np
 
+from core.programs import DEFAULT_TIMEOUT_S
 from core.slo import CompoundSlo, RequestTerms
 from scheduler.table import Floats
 
@@ -19,6 +20,8 @@ class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens of the longest call of each stage still to come, added up."""
     future_tool_s: float = 0.0
     """Tool time before those stages, added up."""
+    future_new_tokens: float | None = None
+    """Of the input still to come what will not be in the prefix cache; None: all of it."""
     next_call_s: float | None = None
     """Absolute: when the next stage is expected to begin, between two stages."""
     next_input_tokens: float = 0.0
@@ -27,16 +30,33 @@ class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute sub-deadline of the current stage: for urgency, never a hard rule."""
 
 
-DEFAULT_TIMEOUT_S = 600.0
 MAX_STAGES = 256.0
 """Most stages that a program is taken to have still to come."""
 _MIN_ALLOWANCE_S = 0.1
 """A program given less time cannot be meant: how many stages it has says nothing of others."""
+MAX_TENANTS = 4096
 _MAX_ALLOWANCE_S = 1e6
 """More time than this is no deadline."""
-_AMOUNTS = ("future_in", "future_out", "future_stage", "future_tool_s")
+_AMOUNTS = ("future_in", "future_out", "future_stage", "future_tool_s", "future_new")
 _RECENT_PROGRAMS = 64.0
 """Closed programs that the relation of stages to time is learnt from, about."""
+
+
+class _Seen:
+    """Stages and time of the programs that one tenant has finished lately."""
+
+    __slots__ = ("allowance_s", "stages")
+
+    def __init__(self) -> None:
+        self.stages = self.allowance_s = 0.0
+
+    def add(self, stages: float, allowance_s: float) -> None:
+        self.stages += stages - self.stages / _RECENT_PROGRAMS
+        self.allowance_s += allowance_s - self.allowance_s / _RECENT_PROGRAMS
+
+    @property
+    def stages_per_s(self) -> float:
+        return self.stages / self.allowance_s if self.allowance_s > 0 else 0.0
 
 
 class Programs:
@@ -55,12 +75,14 @@ class Programs:
         "future_out",
         "future_stage",
         "future_tool_s",
+        "future_new",
         "next_call_s",
         "next_in",
         "stage_due_s",
         "stages",
         "is_open",
         "allowance_s",
+        "stages_per_s",
     )
 
     def __init__(self, max_idle: int = 10_000, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -72,9 +94,10 @@ class Programs:
         self._free: list[int] = []
         self._idle: dict[tuple[str, str], float] = {}
         """Programs without a live call by when the last one ended, the longest idle first."""
-        self._closed: set[int] = set()
-        self._closed_stages = 0.0
-        self._closed_allowance_s = 0.0
+        self._closed: dict[int, bool] = {}
+        """Programs whose stages are all known, and whether their client has said so for good."""
+        self._seen: dict[str, _Seen] = {}
+        """What the programs of each tenant were like; the longest unused first."""
         self._columns: dict[str, Floats] = {name: np.zeros(16) for name in self._FIELDS}
 
     def __len__(self) -> int:
@@ -103,9 +126,12 @@ class Programs:
             # What was said of the stage before is no news of this one.
             self._columns["stage_due_s"][index] = math.inf
         self._live[index] += 1
+        seen = self._seen.get(tenant)
+        # One tenant's programs say nothing of another's.
+        self._columns["stages_per_s"][index] = 0.0 if seen is None else seen.stages_per_s
         self._columns["next_call_s"][index] = math.inf
         if is_final:
-            self._close(index)
+            self._close(index, is_told=False)
         return index
 
     def close(self, tenant: str, program_id: str, *, is_cancelled: bool = False) -> None:
@@ -117,11 +143,13 @@ class Programs:
         index = self._index.get((tenant, program_id))
         if index is None:
             return
-        if is_cancelled:
-            self._columns["allowance_s"][index] = 0.0
-        self._close(index)
+        self._close(index, is_told=True)
         if self._live[index] == 0:
+            if not is_cancelled:
+                self._learn(index)
             self._forget((tenant, program_id))
+        elif is_cancelled:
+            self._columns["allowance_s"][index] = 0.0
 
     def expire(self, now_s: float) -> None:
         """Forget programs that have been idle for too long. A clock may have jumped back."""
@@ -131,19 +159,24 @@ class Programs:
                 return
             self._forget(key)
 
-    def _close(self, index: int) -> None:
-        """Its stages are all known: learn how many come in how much time."""
-        if index in self._closed:
-            return
-        self._closed.add(index)
+    def _close(self, index: int, *, is_told: bool) -> None:
+        """Its stages are all known."""
+        self._closed[index] = self._closed.get(index, False) or is_told
         for name in ("is_open", "next_in", *_AMOUNTS):
             self._columns[name][index] = 0.0
         self._columns["next_call_s"][index] = math.inf
+
+    def _learn(self, index: int) -> None:
+        """How many stages come in how much time: a program has come to its end."""
         allowance_s = float(self._columns["allowance_s"][index])
-        if allowance_s > 0:
-            stages = float(self._columns["stages"][index])
-            self._closed_stages += stages - self._closed_stages / _RECENT_PROGRAMS
-            self._closed_allowance_s += allowance_s - self._closed_allowance_s / _RECENT_PROGRAMS
+        if allowance_s <= 0:
+            return
+        tenant = self._keys[index][0]
+        seen = self._seen.pop(tenant, None) or _Seen()
+        self._seen[tenant] = seen
+        seen.add(float(self._columns["stages"][index]), allowance_s)
+        while len(self._seen) > MAX_TENANTS:
+            del self._seen[next(iter(self._seen))]
 
     def enter(self, terms: RequestTerms) -> int:
         """The index of the program that a request is a call of; -1 for none."""
@@ -157,16 +190,30 @@ class Programs:
         return -1
 
     def leave(
-        self, index: int, *, input_tokens: float, output_tokens: float, now_s: float = 0.0
+        self,
+        index: int,
+        *,
+        input_tokens: float,
+        output_tokens: float,
+        now_s: float = 0.0,
+        is_undone: bool = False,
     ) -> None:
-        """A call ended; so many tokens of it count towards the program."""
+        """A call ended; so many tokens of it count towards the program.
+
+        Args:
+            is_undone: it was to be the last and came to nothing: another may follow.
+        """
         self._columns["done_in"][index] += input_tokens
         self._columns["done_out"][index] += output_tokens
         self._live[index] -= 1
+        if is_undone and not self._closed.get(index, True):
+            del self._closed[index]
+            self._columns["is_open"][index] = 1.0
         if self._live[index] > 0:
             return
         key = self._keys[index]
         if index in self._closed:
+            self._learn(index)
             self._forget(key)
             return
         self._idle[key] = now_s
@@ -192,6 +239,11 @@ class Programs:
             "future_out": outlook.future_output_tokens,
             "future_stage": outlook.future_stage_tokens,
             "future_tool_s": outlook.future_tool_s,
+            "future_new": (
+                outlook.future_input_tokens
+                if outlook.future_new_tokens is None
+                else outlook.future_new_tokens
+            ),
             "next_in": outlook.next_input_tokens,
         }
         for name, value in amounts.items():
@@ -211,14 +263,13 @@ class Programs:
     def stages_to_come(self) -> Floats:
         """Stages after the live one of programs whose end nothing tells. Shape as of a column.
 
-        Taken to be in proportion to the time that the program was allowed, as in the programs
-        whose last stage has been seen lately, and at least one. 0 before any was seen.
+        Taken to be in proportion to the time that the program was allowed, as in those that its
+        tenant has finished lately, and at least one. 0 before any was seen.
         """
-        if self._closed_allowance_s <= 0:
-            return np.zeros(self.num_indices)
-        stages_per_s = self._closed_stages / self._closed_allowance_s
+        stages_per_s = self.column("stages_per_s")
         more = self.column("allowance_s") * stages_per_s - self.column("stages")
-        to_come: Floats = np.clip(more, 1.0, MAX_STAGES) * self.column("is_open")
+        is_known = self.column("is_open") * (stages_per_s > 0)
+        to_come: Floats = np.clip(more, 1.0, MAX_STAGES) * is_known
         return to_come
 
     def column(self, name: str) -> Floats:
@@ -252,5 +303,5 @@ class Programs:
         index = self._index.pop(key)
         self._idle.pop(key, None)
         self._columns["next_call_s"][index] = math.inf
-        self._closed.discard(index)
+        self._closed.pop(index, None)
         self._free.append(index)

@@ -99,7 +99,7 @@ class Seater:
         self._context = candidates.estimates.rows.context_tokens
         most = int(capacity.total_kv_tokens * MAX_FORESEEN_FRACTION)
         foreseen = candidates.estimates.context.foreseen_kv_tokens
-        self._foreseen_tokens = int(min(foreseen, most))
+        self._foreseen_tokens = int(min(foreseen, most)) if traits.foresees else 0
         self._capacity = capacity
         self._config = config
         self._traits = traits
@@ -123,7 +123,9 @@ class Seater:
                 break
             if self._is_running(index):
                 continue
-            if self._holds_kv(index) or (not is_blocked and self._take(index)):
+            if self._leaves_room(index):
+                continue
+            if self._holds_kv(index) or (not is_blocked and self._room.take(self._kv_need(index))):
                 result.chosen.append(index)
                 free -= 1
             else:
@@ -179,10 +181,12 @@ class Seater:
         if self._holds_kv(index):
             self._result.chosen.append(index)
             return
+        if self._leaves_room(index):
+            return
         need = self._kv_need(index)
         if not self._room.fits(need) and self._failures < MAX_FAILURES:
             self._make_room(index, need)
-        if self._take(index):
+        if self._room.take(need):
             self._result.chosen.append(index)
             return
         self._result.no_kv.append(index)
@@ -270,8 +274,10 @@ class Seater:
             self._try(index)
 
     def _try(self, index: int) -> None:
+        if self._leaves_room(index):
+            return
         # Skip, not stop: one that does not fit must not starve those that do.
-        if self._holds_kv(index) or self._take(index):
+        if self._holds_kv(index) or self._room.take(self._kv_need(index)):
             self._result.chosen.append(index)
         else:
             self._result.no_kv.append(index)
@@ -344,17 +350,19 @@ class Seater:
             self._result.chosen = [int(self._candidates.ranked[0])]
         return self._result
 
-    def _take(self, index: int) -> bool:
-        """Give a newcomer its KV if there is so much.
+    def _leaves_room(self, index: int) -> bool:
+        """Best-effort work that would fit, but then calls expected in this frame would not.
 
-        Best-effort work leaves room for the calls of programs that are expected in this frame:
-        taking the KV back from it would cost more than the wait.
+        Taking the KV back from it would cost more than the wait. It is not blocked: who comes
+        behind it may still enter, and once it has waited long it leaves room for nobody.
         """
-        need = self._kv_need(index)
         is_patient = self._candidates.estimates.rows.kind[index] == BEST_EFFORT
-        if is_patient and not self._room.fits(need, -self._foreseen_tokens):
+        if not (self._foreseen_tokens and is_patient) or self._holds_kv(index):
             return False
-        return self._room.take(need)
+        if index in self._candidates.must_run or self._is_blocked_long(index):
+            return False
+        need = self._kv_need(index)
+        return self._room.fits(need) and not self._room.fits(need, -self._foreseen_tokens)
 
     def _kv_need(self, index: int) -> int:
         """KV to have free before admitting: its context and the frame it is about to run."""

@@ -71,9 +71,11 @@ class AnswerLog:
         outcome = tracker.finish(input_tokens, now_s, reason)
         if self.program is not None:
             if reason is None:
-                self.program.finished(
-                    input_tokens + sent_tokens, now_s, is_first=not self.has_finished
-                )
+                # A last call that streams by targets of its own is judged and counted by them; one
+                # without a token only fills a cache, or is read.
+                if sent_tokens and not self.terms.closes_program:
+                    tokens = input_tokens + sent_tokens
+                    self.program.finished(tokens, now_s, is_first=not self.has_finished)
                 self.has_finished = True
             outcome = msgspec.structs.replace(outcome, program=self.program.outcome())
         self._outcomes[answer_id] = outcome

@@ -117,7 +117,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         self._programs = ProgramWatch(
             self._frames,
             self._connect_graphs(),
-            self._clock,
+            self._now_s,
             model=server_args.served_model_name or server_args.model_path,
         )
         self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
@@ -625,7 +625,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         return output
 
     def set_internal_state(self, recv_req: Any) -> SetInternalStateReqOutput:
-        """Our two knobs, beside SGLang's own. SGLang's route lets anything through to here."""
+        """Our knobs, beside SGLang's own. SGLang's route lets any number through to here."""
         knobs = recv_req.server_args
         limits = {
             KNOB_POLICY: len(POLICIES),
@@ -637,7 +637,10 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         }
         if not set(knobs) <= set(limits):
             return super().set_internal_state(recv_req)
-        if not all(value in range(limits[name]) for name, value in knobs.items()):
+        # Not ``in range``: of a fraction that would try every number.
+        if not all(
+            isinstance(value, int) and 0 <= value < limits[name] for name, value in knobs.items()
+        ):
             return SetInternalStateReqOutput(updated=False)
         if KNOB_POLICY in knobs:
             self._frames.use_policy(list(POLICIES)[int(knobs[KNOB_POLICY])])

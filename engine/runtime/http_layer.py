@@ -112,7 +112,7 @@ class SloMiddleware:
         return program
 
     def _leave_program(self, program: ProgramRecord, log: AnswerLog) -> None:
-        program.leave(self._clock.now_s())
+        program.leave(self._clock.now_s(), has_failed=not log.has_finished)
         tenant, program_id = log.terms.tenant, program_of(log.terms)
         if is_final(log.terms) and not log.has_finished:
             # Dropped, refused or left: its client may try again, by the same deadline.

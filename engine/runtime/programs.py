@@ -6,12 +6,14 @@ what the frame manager knows of it.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from core.clock import Clock
-from core.names import name_hash
+from core.names import hash_of_program, name_hash
 from core.slo import CompoundSlo, RequestTerms, program_of
 from engine.runtime import arrivals
 from graphs.client import GraphsClient
@@ -22,17 +24,17 @@ from scheduler.frame import FrameManager
 from scheduler.programs import ProgramOutlook
 
 MAX_PROGRAMS = 10_000
+FORGOTTEN_AT_ONCE = 64
 MAX_NAMED_CALLS = 4096
 """Names of a program that are kept; a call of a longer one has a number instead."""
 ROLE_MARK = "#"
 """What stands before it in a node's name is its role."""
-PREFIX_ROLE = "prefix"
 
 
 class _Program:
     """A program as far as this scheduler process has seen it."""
 
-    __slots__ = ("heard_s", "is_final", "keys", "links", "names", "nodes", "num_told")
+    __slots__ = ("heard_s", "is_closed", "is_final", "keys", "links", "names", "nodes", "num_told")
 
     def __init__(self, tenant: str, program_id: str) -> None:
         self.names = (tenant, program_id)
@@ -44,6 +46,8 @@ class _Program:
         """Calls that the graphs process has been told of from here."""
         self.is_final = False
         """No call of it will follow."""
+        self.is_closed = False
+        """Its client has said so."""
         self.links = PrefixLinks()
 
 
@@ -52,16 +56,22 @@ class ProgramWatch:
 
     Args:
         client: None where no graphs process is used, or another rank tells it.
+        now_s: the time by which all ranks decide.
         model: the name of the served model.
     """
 
     def __init__(
-        self, frames: FrameManager, client: GraphsClient | None, clock: Clock, *, model: str
+        self,
+        frames: FrameManager,
+        client: GraphsClient | None,
+        now_s: Callable[[], float],
+        *,
+        model: str,
     ) -> None:
         self._timeout_s = frames.config.program_timeout_s
         self._frames = frames
         self._client = client
-        self._clock = clock
+        self._now_s = now_s
         self._model = name_hash(model)
         self._programs: OrderedDict[int, _Program] = OrderedDict()
         """By hash; the longest quiet first."""
@@ -70,13 +80,14 @@ class ProgramWatch:
         self.is_used = True
         """Whether the frame manager is told; the graphs process learns in any case."""
         self.num_outlooks = 0
+        self._was_alive = False
 
     def arrived(self, key: str, req: Req, terms: RequestTerms) -> bool:
         """A request was queued for the first time; False where its program is cancelled."""
         slo = _call_of(terms)
-        if slo is None or _only_fills_the_cache(req, slo):
+        if slo is None or arrivals.max_output_tokens(req) == 0:
             return True
-        program_hash = hash_of(terms.tenant, slo.program_id)
+        program_hash = hash_of_program(terms.tenant, slo.program_id)
         if self._is_cancelled(program_hash):
             return False
         program = self._program(program_hash, terms.tenant, slo.program_id)
@@ -91,6 +102,7 @@ class ProgramWatch:
                 opened_s=terms.arrival_s - slo.program_age_s,
                 deadline_at_s=terms.arrival_s + slo.deadline_s,
                 application=name_hash(terms.tenant, slo.application or "-"),
+                tenant=name_hash("tenant", terms.tenant),
                 is_final=slo.final,
             )
         return True
@@ -100,7 +112,7 @@ class ProgramWatch:
         program_id = program_of(terms)
         if not program_id:
             return
-        program_hash = hash_of(terms.tenant, program_id)
+        program_hash = hash_of_program(terms.tenant, program_id)
         program = self._programs.get(program_hash)
         node = None if program is None else program.keys.pop(key, None)
         if program is None or node is None:
@@ -113,9 +125,13 @@ class ProgramWatch:
                 program_hash,
                 node,
                 output_tokens,
-                at_s=self._clock.now_s(),
+                at_s=self._now_s(),
                 has_failed=_has_failed(req),
+                cached_tokens=min(max(req.cached_tokens, 0), len(req.origin_input_ids)),
             )
+        if _has_failed(req) and not program.is_closed:
+            # If it was to be the last, another one may follow.
+            program.is_final = False
         if program.is_final and not program.keys:
             del self._programs[program_hash]
 
@@ -123,7 +139,7 @@ class ProgramWatch:
         """A program is over by its client's word; the keys of its live requests."""
         if is_cancelled:
             # Calls of it may be on their way here still.
-            self._cancelled[program_hash] = self._clock.now_s()
+            self._cancelled[program_hash] = self._now_s()
             while len(self._cancelled) > MAX_PROGRAMS:
                 self._cancelled.popitem(last=False)
         program = self._programs.get(program_hash)
@@ -132,14 +148,22 @@ class ProgramWatch:
         self._frames.program_closed(*program.names, is_cancelled=is_cancelled)
         if self._client is not None:
             self._client.closed(program_hash, is_cancelled=is_cancelled)
-        program.is_final = True
+        program.is_final = program.is_closed = True
         if not program.keys:
             del self._programs[program_hash]
         return list(program.keys)
 
     def listen(self) -> tuple[Outlook, ...]:
         """Tell what has happened; what the graphs process has sent since the last call."""
-        return () if self._client is None else self._client.poll(self._pace())
+        client = self._client
+        if client is None:
+            return ()
+        found = client.poll(self._pace() if client.has_news else Pace())
+        was_alive, self._was_alive = self._was_alive, client.is_alive()
+        if was_alive and not self._was_alive:
+            # What it last said grows old: programs go by what is seen of them.
+            found += tuple(Outlook(name, 1 << 30, 0, is_known=False) for name in self._programs)
+        return found
 
     def take(self, outlooks: tuple[Outlook, ...]) -> None:
         """Use what has come in: here, or from the rank that asks."""
@@ -178,26 +202,26 @@ class ProgramWatch:
 
     def _hear(self, program_hash: int, program: _Program) -> None:
         self._programs.move_to_end(program_hash)
-        program.heard_s = self._clock.now_s()
+        program.heard_s = self._now_s()
 
     def _is_cancelled(self, program_hash: int) -> bool:
         """As the HTTP process has it: after the time-out the id is free again."""
         since_s = self._cancelled.get(program_hash)
         if since_s is None:
             return False
-        if self._clock.now_s() - since_s < self._timeout_s:
+        if self._now_s() - since_s < self._timeout_s:
             return True
         del self._cancelled[program_hash]
         return False
 
     def _forget_quiet(self, now_s: float) -> None:
         """Forget the programs that are over without a word, and of too many the quietest."""
-        while self._programs:
-            program_hash, program = next(iter(self._programs.items()))
-            is_over = now_s - program.heard_s >= self._timeout_s and not program.keys
-            if not is_over and len(self._programs) <= MAX_PROGRAMS:
+        for program_hash, program in list(islice(self._programs.items(), FORGOTTEN_AT_ONCE)):
+            is_many = len(self._programs) > MAX_PROGRAMS
+            if now_s - program.heard_s < self._timeout_s and not is_many:
                 return
-            del self._programs[program_hash]
+            if not program.keys:
+                del self._programs[program_hash]
 
     def _call(self, program: _Program, key: str, req: Req, slo: CompoundSlo, at_s: float) -> Call:
         node = name_hash("node", slo.node)
@@ -240,18 +264,8 @@ def _call_of(terms: RequestTerms) -> CompoundSlo | None:
     return None
 
 
-def _only_fills_the_cache(req: Req, slo: CompoundSlo) -> bool:
-    """SGLang's frontend sends such a call before a fork, or not, as its threads happen to run."""
-    return _role_of(slo).endswith(PREFIX_ROLE) and arrivals.max_output_tokens(req) == 0
-
-
 def _role_of(slo: CompoundSlo) -> str:
     return slo.node.partition(ROLE_MARK)[0]
-
-
-def hash_of(tenant: str, program_id: str) -> int:
-    """The number under which a program is known to all processes."""
-    return name_hash("program", tenant, program_id)
 
 
 def connect(address: str, clock: Clock, timeout_s: float) -> GraphsClient | None:
@@ -272,6 +286,7 @@ def _as_expected(outlook: Outlook) -> ProgramOutlook | None:
         future_stage_tokens=outlook.stage_tokens,
         future_tool_s=outlook.tool_s,
         stage_due_s=outlook.stage_due_s,
+        future_new_tokens=outlook.new_tokens,
         next_call_s=outlook.next_call_s,
         next_input_tokens=outlook.next_input_tokens,
     )

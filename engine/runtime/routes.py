@@ -1,5 +1,6 @@
 """Our own routes on SGLang's HTTP server."""
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -10,9 +11,9 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from core.clock import Clock
-from core.names import name_hash
+from core.names import hash_of_program
 from core.programs import ProgramBook, ProgramRecord
-from core.terms import FieldError, read_program, shown
+from core.terms import SLO_FIELDS, FieldError, read_program, shown
 from engine.runtime import http_layer
 from engine.runtime.settings import (
     KNOB_CANCEL_PROGRAM,
@@ -32,8 +33,8 @@ def add_routes(app: FastAPI, programs: ProgramBook, clock: Clock) -> None:
     app.get("/slo/state")(slo_state)
     app.post("/slo/policy")(auth_level(AuthLevel.ADMIN_OPTIONAL)(slo_policy))
     ends = ProgramRoutes(programs, clock)
-    app.post("/slo/programs/end")(ends.end)
-    app.post("/slo/programs/cancel")(ends.cancel)
+    for path, handler in (("end", ends.end), ("cancel", ends.cancel)):
+        app.post(f"/slo/programs/{path}", openapi_extra=_PROGRAM_BODY)(handler)
 
 
 async def slo_state() -> JSONResponse:
@@ -77,12 +78,31 @@ async def slo_policy(
     return await slo_state()
 
 
+_PROGRAM_BODY: dict[str, Any] = {
+    "requestBody": {
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "program_id": SLO_FIELDS["program_id"],
+                        "user": {"type": "string", "description": "The tenant, as of its calls."},
+                    },
+                }
+            }
+        },
+        "description": "program_id here or in the header X-Dynamo-Session-ID.",
+    }
+}
+
+
 class ProgramRoutes:
     """How a client says that a program is over: ``end``, or that it is not wanted: ``cancel``."""
 
     def __init__(self, programs: ProgramBook, clock: Clock) -> None:
         self._programs = programs
         self._clock = clock
+        self._telling: set[asyncio.Task[bool]] = set()
 
     async def end(self, request: Request) -> JSONResponse:
         """No call of the program will follow; how it went. Calls that are live go on."""
@@ -93,7 +113,10 @@ class ProgramRoutes:
         record = self._programs.close(tenant, program_id)
         if record is None:
             return _unknown(program_id)
-        await _tell_schedulers(KNOB_END_PROGRAM, tenant, program_id)
+        # How it went is known here; the schedulers hear of it when their loops come round.
+        telling = asyncio.create_task(_tell_schedulers(KNOB_END_PROGRAM, tenant, program_id))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
         self._programs.tidy(tenant, program_id)
         return JSONResponse(_report(program_id, record))
 
@@ -128,7 +151,7 @@ async def _named_program(request: Request) -> tuple[str, str]:
 
 async def _tell_schedulers(knob: str, tenant: str, program_id: str) -> bool:
     manager = http_server.get_global_state().tokenizer_manager
-    program_hash = name_hash("program", tenant, program_id)
+    program_hash = hash_of_program(tenant, program_id)
     updated = await manager.set_internal_state(
         SetInternalStateReq(server_args={knob: program_hash})
     )

@@ -43,6 +43,8 @@ class Traits:
     """Requests get the tokens that they need in a frame; then others have a turn."""
     is_starvation_free: bool = False
     """A request passed over for ``starvation_frames`` goes first."""
+    foresees: bool = False
+    """Best-effort work leaves KV for calls that are expected within the frame."""
     blends_fairness: bool = False
     """``fairness`` of the configuration counts."""
     cancels_expired: bool = False

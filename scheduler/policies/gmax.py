@@ -72,6 +72,7 @@ class Gmax:
             information=information,
             is_just_in_time=self._parts.has_jit,
             is_starvation_free=True,
+            foresees=True,
             blends_fairness=True,
         )
 

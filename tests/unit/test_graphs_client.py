@@ -328,6 +328,7 @@ def test_an_outlook_of_an_open_program_is_news_once(serving: Serving) -> None:
 def test_outlooks_of_programs_that_are_not_open_are_ignored(serving: Serving) -> None:
     serving.arrive()
     serving.arrive(2)
+    serving.finish(2)
     serving.close(2)
     serving.poll()
     found = serving.poll(says(outlook(99), outlook(2), outlook(1)))
@@ -416,7 +417,7 @@ def test_a_new_process_is_told_all_of_what_is_open_and_nothing_else(serving: Ser
     serving.arrive()
     serving.finish()
     serving.arrive(2)
-    serving.close(2)
+    serving.close(2, is_cancelled=True)
     serving.run(3, [Part(), Part()], is_final=True)
     serving.arrive(4, application=9)
     serving.arrive(1, 2)
@@ -655,8 +656,25 @@ def test_a_program_whose_events_were_not_kept_is_told_on_and_listened_to(
     assert isinstance(first, Arrived)
     assert first.place == 10
     assert isinstance(second, Finished)
+    serving.close(is_cancelled=True)
+    assert serving.count("open") == 1
+
+
+def test_a_program_that_is_closed_goes_with_its_last_live_call(serving: Serving) -> None:
+    serving.arrive()
     serving.close()
     assert serving.count("open") == 1
+    serving.finish()
+    assert serving.count("open") == 0
+
+
+def test_where_the_last_call_came_to_nothing_another_may_follow(serving: Serving) -> None:
+    serving.arrive(is_final=True)
+    serving.finish(has_failed=True)
+    assert serving.count("open") == 1
+    serving.arrive(1, 2, is_final=True)
+    serving.finish(1, 2)
+    assert serving.count("open") == 0
 
 
 # Silence and clocks -------------------------------------------------------------------------------
@@ -808,7 +826,7 @@ def test_with_nobody_there_everything_returns_and_nothing_raises(address_of_nobo
             client.arrived(program, call(1), opened_s=0.0, deadline_at_s=9.0)
             assert client.poll(PACE) == ()
             if program % 2:
-                client.closed(program, is_cancelled=False)
+                client.closed(program, is_cancelled=True)
             clock.advance(0.05)
         assert not client.is_alive()
         assert client.counters()["open"] == 1000

@@ -16,6 +16,7 @@ from graphs.patterns import (
     CALLS,
     INPUT,
     LONGEST,
+    NEW,
     OUTPUT,
     TOOL,
     UNKNOWN,
@@ -52,10 +53,9 @@ SHAPES = st.builds(
 
 def there_and_back(stage: StageShape) -> dict[str, float]:
     """The attributes of a stage after a pack has had them."""
-    values = values_of(codes_of(stage).reshape(5, 1))[:, 0]
-    return dict(
-        zip(("num_calls", "input", "output", "longest", "tool_s"), values.tolist(), strict=True)
-    )
+    values = values_of(codes_of(stage).reshape(6, 1))[:, 0]
+    names = ("num_calls", "input", "output", "longest", "tool_s", "new")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def same(first: Coded, second: Coded) -> bool:
@@ -106,7 +106,7 @@ def test_every_number_of_tokens_is_within_its_error(tokens: int) -> None:
 
 def test_nothing_is_nothing() -> None:
     found = there_and_back(StageShape(1, 0, 1, 0.0, 0.0, 0.0, 0.0))
-    assert found == {"num_calls": 1, "input": 0, "output": 0, "longest": 0, "tool_s": 0}
+    assert found == {"num_calls": 1, "input": 0, "output": 0, "longest": 0, "tool_s": 0, "new": 0}
 
 
 def test_more_is_never_less() -> None:
@@ -128,7 +128,7 @@ def test_what_is_beyond_all_measure_is_the_most_that_there_is(huge: float) -> No
 
 
 def test_the_codes_are_in_the_order_that_is_said() -> None:
-    assert len(ATTRIBUTES) == 5
+    assert len(ATTRIBUTES) == 6
     assert [ATTRIBUTES[place] for place in (CALLS, OUTPUT, LONGEST, TOOL)] == [
         "num_calls",
         "output_tokens",
@@ -136,8 +136,9 @@ def test_the_codes_are_in_the_order_that_is_said() -> None:
         "tool_s",
     ]
     for place, changes in (
-        (CALLS, {"num_calls": 4, "input_tokens": 400.0}),
-        (INPUT, {"input_tokens": 900.0}),
+        (CALLS, {"num_calls": 4, "input_tokens": 400.0, "new_tokens": 400.0}),
+        (INPUT, {"input_tokens": 900.0, "new_tokens": 100.0}),
+        (NEW, {"new_tokens": 20.0}),
         (OUTPUT, {"output_tokens": 900.0}),
         (LONGEST, {"longest_tokens": 900.0}),
         (TOOL, {"tool_s": 50.0}),
@@ -186,7 +187,7 @@ def test_each_pattern_is_what_was_put_in(shapes: list[ProgramShape]) -> None:
     assert pack.weight.tolist() == [number + 1 for number in range(len(shapes))]
     num_stages = [len(shape.stages) for shape in shapes]
     assert np.diff(pack.offsets.astype(int)).tolist() == num_stages
-    assert pack.codes.shape == (5, sum(num_stages))
+    assert pack.codes.shape == (6, sum(num_stages))
     for index, shape in enumerate(shapes):
         found = pack.at(index)
         assert same(found, pack.encode(shape))
@@ -207,7 +208,16 @@ def test_one_by_one_or_all_at_once_is_the_same(shapes: list[ProgramShape]) -> No
     at_once, one_by_one = PatternPack(shapes, [2.0] * len(shapes)), PatternPack()
     for index, shape in enumerate(shapes):
         assert one_by_one.add(shape, 2.0) == index
-    for name in ("offsets", "application", "weight", "identity", "role", "tools", "codes"):
+    for name in (
+        "offsets",
+        "application",
+        "tenant",
+        "weight",
+        "identity",
+        "role",
+        "tools",
+        "codes",
+    ):
         assert getattr(one_by_one, name).tolist() == getattr(at_once, name).tolist()
     assert one_by_one.num_bytes == at_once.num_bytes
 
@@ -263,7 +273,7 @@ def test_an_empty_pack_has_no_patterns() -> None:
     pack = PatternPack()
     assert len(pack) == 0
     assert pack.offsets.tolist() == [0]
-    assert pack.codes.shape == (5, 0)
+    assert pack.codes.shape == (6, 0)
 
 
 # Size ---------------------------------------------------------------------------------------------
@@ -297,4 +307,4 @@ def test_the_bytes_are_those_of_the_arrays_and_no_spare_ones() -> None:
     held = sum(getattr(pack, name).nbytes for name in arrays)
     assert pack.num_bytes == held
     num_stages = int(pack.offsets[-1])
-    assert held <= 11 * num_stages + 10 * len(pack) + 4
+    assert held <= 12 * num_stages + 12 * len(pack) + 4

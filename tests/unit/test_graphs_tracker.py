@@ -432,7 +432,7 @@ def test_a_final_stage_is_over_when_all_of_its_calls_are(told: Told) -> None:
 def test_after_its_end_nothing_is_told_of_a_program(told: Told) -> None:
     told.take(*life(1, [Part()]))
     assert told.look() == {}
-    told.take(arrived(program=2), Closed(2, is_cancelled=False))
+    told.take(arrived(program=2), Closed(2, is_cancelled=True))
     assert told.look() == {}
     told.take(arrived(program=3))
     told.wait(0.0)
@@ -451,10 +451,23 @@ def test_a_cancelled_program_is_not_learnt(told: Told) -> None:
     assert ends(told, learnt=0, unlearnt=1)
 
 
-def test_a_program_that_was_closed_while_a_call_ran_is_not_learnt(told: Told) -> None:
-    # What that call would have answered nobody knows.
+def test_a_program_that_was_closed_while_a_call_ran_ends_with_that_call(told: Told) -> None:
     told.take(arrived(1), finished(1), arrived(2, 2.0), Closed(1, is_cancelled=False))
+    assert len(told.tracker) == 1
+    told.take(finished(2, 3.0))
+    assert ends(told, learnt=1, unlearnt=0)
+
+
+def test_a_sender_whose_calls_have_a_gap_has_lost_some(told: Told) -> None:
+    told.take(arrived(1), finished(1), arrived(3, 2.0, place=2, is_final=True), finished(3, 3.0))
     assert ends(told, learnt=0, unlearnt=1)
+
+
+def test_what_was_cached_is_not_computed_again(told: Told) -> None:
+    told.take(arrived(1, is_final=True))
+    told.take(Finished(1, 1, 100, 1.0, has_failed=False, cached_tokens=150))
+    (stage,) = told.store.shapes[0].stages
+    assert (stage.input_tokens, stage.filled_tokens) == (200, 50)
 
 
 def test_a_program_a_call_of_which_failed_is_not_learnt(told: Told) -> None:

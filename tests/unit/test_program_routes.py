@@ -115,7 +115,7 @@ def test_a_program_without_a_finished_call_has_not_made_it(world: World) -> None
 
 
 def test_the_schedulers_know_the_program_by_its_number(world: World) -> None:
-    from engine.runtime.programs import hash_of
+    from engine.runtime.programs import hash_of_program
     from engine.runtime.settings import KNOB_CANCEL_PROGRAM, KNOB_END_PROGRAM
 
     for name in "ab":
@@ -123,8 +123,8 @@ def test_the_schedulers_know_the_program_by_its_number(world: World) -> None:
     world.ask("end", {"program_id": "a", "user": "ann"})
     world.ask("cancel", {"program_id": "b", "user": "ann"})
     assert world.schedulers.told == [
-        {KNOB_END_PROGRAM: hash_of("ann", "a")},
-        {KNOB_CANCEL_PROGRAM: hash_of("ann", "b")},
+        {KNOB_END_PROGRAM: hash_of_program("ann", "a")},
+        {KNOB_CANCEL_PROGRAM: hash_of_program("ann", "b")},
     ]
 
 
@@ -135,22 +135,6 @@ def test_a_program_with_a_live_call_is_forgotten_with_it(world: World) -> None:
     world.finish(record, 30)
     world.programs.tidy("", "p")
     assert world.programs.get("", "p") is None
-
-
-def test_ending_leaves_a_program_alone_that_has_taken_the_name_meanwhile(world: World) -> None:
-    record = world.begin()
-
-    def another_begins() -> None:
-        world.finish(record, 30)
-        world.programs.tidy("", "p")
-        world.clock.advance(1)
-        world.begin()
-
-    world.schedulers.meanwhile = another_begins
-    assert world.ask("end", {"program_id": "p"})[1]["calls"] == 1
-    after = world.programs.get("", "p")
-    assert after is not None
-    assert (after.clock.opened_s, after.num_live) == (START_S + 1, 1)
 
 
 def test_cancelling_refuses_what_follows_and_counts_what_is_live(world: World) -> None:
