@@ -50,6 +50,8 @@ SHAPES = st.builds(
     stages=st.lists(STAGES, min_size=1, max_size=6).map(tuple),
 )
 
+ARRAYS = ("offsets", "application", "tenant", "weight", "identity", "role", "tools", "codes")
+
 
 def there_and_back(stage: StageShape) -> dict[str, float]:
     """The attributes of a stage after a pack has had them."""
@@ -303,8 +305,7 @@ def test_a_pattern_of_a_real_program_is_at_most_a_fifth_of_a_kilobyte() -> None:
 
 def test_the_bytes_are_those_of_the_arrays_and_no_spare_ones() -> None:
     pack = packed(*real_ones())
-    arrays = ("offsets", "application", "weight", "identity", "role", "tools", "codes")
-    held = sum(getattr(pack, name).nbytes for name in arrays)
+    held = sum(getattr(pack, name).nbytes for name in ARRAYS)
     assert pack.num_bytes == held
     num_stages = int(pack.offsets[-1])
     assert held <= 12 * num_stages + 12 * len(pack) + 4
