@@ -99,17 +99,19 @@ def test_what_ends_is_learnt(shared: Child, serving: Serving) -> None:
 
 
 def test_what_was_learnt_shows_and_a_forest_is_fitted(shared: Child, serving: Serving) -> None:
-    for block in range(5):
-        serving.teach((f"f{block}-{n}" for n in range(100)), tokens=3000)
-    wait_until(lambda: shared.counter("fits") >= 1 and shared.counter("backlog") == 0)
-
     def median() -> float:
         serving.points.pop("now", None)
         serving.forecast(["now"])
         serving.client.forget("now")
         return float(np.median(serving.points["now"][-1]))
 
-    wait_until(lambda: 1000 < median() < 9000)
+    # A forest that is fitted while lengths have just changed expects too much; not for long.
+    for block in range(60):
+        serving.teach((f"f{block}-{n}" for n in range(100)), tokens=3000)
+        wait_until(lambda: shared.counter("backlog") == 0)
+        if shared.counter("fits") >= 1 and 1000 < median() < 9000:
+            return
+    pytest.fail(f"after 6,000 answers of 3,000 tokens the median is {median():.0f}")
 
 
 def test_an_answer_that_was_cut_is_counted_apart(shared: Child, serving: Serving) -> None:
