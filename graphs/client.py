@@ -12,6 +12,7 @@ from typing import assert_never
 
 from core.channel import DealerChannel
 from core.clock import Clock
+from core.presence import Presence
 from core.probe import ChannelProbe
 from graphs.protocol import (
     MAX_BATCH,
@@ -35,8 +36,6 @@ from graphs.shape import Call, Pace
 
 logger = logging.getLogger(__name__)
 
-HELLO_EVERY_S = 1.0
-SILENT_AFTER_S = 5.0
 MESSAGES_PER_POLL = 8
 MAX_UNSENT = 8192
 """Events kept while nobody takes them; the oldest are lost first."""
@@ -81,9 +80,9 @@ class GraphsClient:
         self._unsent: OrderedDict[int, Event] = OrderedDict()
         self._serial = 0
         self._session: int | None = None
-        self._next_hello_s = -float("inf")
-        self._heard_s: float | None = None
-        self._is_silence_told = False
+        self._presence = Presence(
+            clock, logger, "graphs_silent seconds=%.0f: programs go by what is known of them"
+        )
         self.num_bad = 0
         """Outlooks that made no sense."""
         self.num_lost = 0
@@ -147,18 +146,16 @@ class GraphsClient:
     def poll(self, pace: Pace) -> tuple[Outlook, ...]:
         """Tell what is to be told and take in what has come. Call it in every pass."""
         now_s = self._clock.now_s()
-        if now_s >= self._next_hello_s or now_s < self._next_hello_s - 2 * HELLO_EVERY_S:
-            self._next_hello_s = now_s + HELLO_EVERY_S
+        if self._presence.is_hello_due(now_s):
             self._channel.send(Hello())
             self._expire(now_s)
         if self._unsent:
             self._send_events(pace)
         messages = self._channel.receive(MESSAGES_PER_POLL)
         if not messages:
-            self._notice_silence(now_s)
+            self._presence.not_heard(now_s)
             return ()
-        self._heard_s = now_s
-        self._is_silence_told = False
+        self._presence.heard(now_s)
         return self._take(messages)
 
     @property
@@ -168,9 +165,7 @@ class GraphsClient:
 
     def is_alive(self) -> bool:
         """Whether the process was heard in the last seconds."""
-        if self._heard_s is None:
-            return False
-        return 0 <= self._clock.now_s() - self._heard_s < SILENT_AFTER_S
+        return self._presence.is_alive()
 
     def counters(self) -> dict[str, int]:
         """Counts since the start, for whoever watches."""
@@ -290,17 +285,6 @@ class GraphsClient:
                 continue
             found.append(outlook)
         return found
-
-    def _notice_silence(self, now_s: float) -> None:
-        if self._heard_s is None or self._is_silence_told:
-            return
-        self._heard_s = min(self._heard_s, now_s)
-        if now_s - self._heard_s >= SILENT_AFTER_S:
-            self._is_silence_told = True
-            logger.warning(
-                "graphs_silent seconds=%.0f: programs go by what is known of them",
-                now_s - self._heard_s,
-            )
 
 
 class GraphsProbe(ChannelProbe[ToGraphs, FromGraphs, Status]):

@@ -120,14 +120,6 @@ class Match:
         """Patterns that still fit."""
         return len(self._alive)
 
-    def copy(self) -> "Match":
-        """One that goes its own way from here."""
-        other = Match.__new__(Match)
-        other.pack, other.num_stages = self.pack, self.num_stages
-        # Arrays are replaced, never written to.
-        other._alive, other._prior, other._scores = self._alive, self._prior, self._scores
-        return other
-
     def close_stage(self, stage: StageShape) -> None:
         """The next stage is over: all of its calls have ended."""
         fits, places = self._fitting(stage)

@@ -40,17 +40,25 @@ _MAX_NAMES = 65_535
 
 def codes_of(stage: StageShape) -> Codes:
     """The attributes of one stage as codes, shape (6,)."""
+    return codes_of_all((stage,))[:, 0]
+
+
+def codes_of_all(stages: Sequence[StageShape]) -> Codes:
+    """The attributes of stages as codes, shape (6, stages)."""
     values = np.array(
         [
-            stage.num_calls,
-            stage.input_tokens / max(stage.num_calls, 1),
-            stage.output_tokens,
-            stage.longest_tokens,
-            stage.tool_s,
-            stage.filled_tokens / max(stage.num_calls, 1),
+            (
+                stage.num_calls,
+                stage.input_tokens / max(stage.num_calls, 1),
+                stage.output_tokens,
+                stage.longest_tokens,
+                stage.tool_s,
+                stage.filled_tokens / max(stage.num_calls, 1),
+            )
+            for stage in stages
         ]
     )
-    octaves = np.log2(1.0 + np.maximum(values, 0.0) / _UNITS)
+    octaves = np.log2(1.0 + np.maximum(values.T, 0.0) / _UNITS[:, None])
     codes: Codes = np.minimum(np.rint(octaves * PER_OCTAVE), MAX_CODE).astype(np.uint8)
     return codes
 
@@ -176,12 +184,11 @@ class PatternPack:
         if not shape.stages:
             raise ValueError("a pattern has at least one stage")
         stages = cut_to(shape.stages, MAX_STAGES)
-        codes: Codes = np.stack([codes_of(stage) for stage in stages], axis=1)
         return Coded(
             np.array([self.identities.enter(stage.identity) for stage in stages], dtype=np.uint16),
             np.array([self.roles.enter(stage.role) for stage in stages], dtype=np.uint16),
             np.array([self.toolsets.enter(stage.tools) for stage in stages], dtype=np.uint16),
-            codes,
+            codes_of_all(stages),
             self.applications.enter(shape.application),
             self.tenants.enter(shape.tenant),
         )

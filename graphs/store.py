@@ -9,6 +9,7 @@ with Pattern-Graph Matching); the least used are evicted.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -139,7 +140,7 @@ class PatternStore:
             ValueError: it has no stage.
         """
         self.decay(now_s)
-        shape = ProgramShape(shape.application, cut_to(shape.stages, MAX_STAGES))
+        shape = msgspec.structs.replace(shape, stages=cut_to(shape.stages, MAX_STAGES))
         same = self._same_as(shape)
         self.num_added += 1
         if same >= 0:

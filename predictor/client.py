@@ -15,6 +15,7 @@ import numpy as np
 from core.channel import DealerChannel
 from core.clock import Clock
 from core.names import name_hash
+from core.presence import Presence
 from core.probe import ChannelProbe
 from predictor.calibration import MAX_FACTOR, NUM_BUCKETS, Factors
 from predictor.distribution import NUM_LEVELS, Points
@@ -43,9 +44,6 @@ from predictor.tilt import MAX_WEIGHT, TILTED_BUCKETS, Tilts
 
 logger = logging.getLogger(__name__)
 
-HELLO_EVERY_S = 1.0
-"""How often a client says that it is there: by then a new predictor has been noticed."""
-SILENT_AFTER_S = 5.0
 ASK_AGAIN_AFTER_S = 3.0
 MESSAGES_PER_POLL = 64
 """Most messages taken in by one call, and one with forecasts: the next call takes the next."""
@@ -104,9 +102,12 @@ class PredictorClient:
         self._endings: list[Ending] = []
         self._session: int | None = None
         self._calibration_version = -1
-        self._next_hello_s = -float("inf")
-        self._heard_s: float | None = None
-        self._is_silence_told = False
+        self._presence = Presence(
+            clock,
+            logger,
+            "predictor_silent seconds=%.0f: forecasts that are here stay in use, "
+            "new requests go by the lengths of their class",
+        )
         self.num_bad = 0
         """Answers that were messages of the protocol but made no sense."""
 
@@ -162,30 +163,23 @@ class PredictorClient:
     def poll(self) -> News:
         """Send what is to be sent and take in what has come. Call it in every pass."""
         now_s = self._clock.now_s()
-        if now_s >= self._next_hello_s:
-            self._next_hello_s = now_s + HELLO_EVERY_S
+        if self._presence.is_hello_due(now_s):
             self._channel.send(Hello())
             self._ask_again(now_s)
-        elif now_s < self._next_hello_s - 2 * HELLO_EVERY_S:
-            # The clock has jumped back.
-            self._next_hello_s = now_s
         if self._to_ask:
             self._send_questions(now_s)
         if self._endings:
             self._send_endings()
         messages = self._received()
         if not messages:
-            self._notice_silence(now_s)
+            self._presence.not_heard(now_s)
             return NO_NEWS
-        self._heard_s = now_s
-        self._is_silence_told = False
+        self._presence.heard(now_s)
         return self._take(messages)
 
     def is_alive(self) -> bool:
         """Whether the predictor was heard in the last seconds."""
-        if self._heard_s is None:
-            return False
-        return 0 <= self._clock.now_s() - self._heard_s < SILENT_AFTER_S
+        return self._presence.is_alive()
 
     def counters(self) -> dict[str, int]:
         """Counts since the start, for whoever watches."""
@@ -305,18 +299,6 @@ class PredictorClient:
             np.reshape(factors, (NUM_BUCKETS, NUM_LEVELS)),
             np.reshape(tilts, (TILTED_BUCKETS, NUM_PROGRESS + 1)),
         )
-
-    def _notice_silence(self, now_s: float) -> None:
-        if self._heard_s is None or self._is_silence_told:
-            return
-        self._heard_s = min(self._heard_s, now_s)
-        if now_s - self._heard_s >= SILENT_AFTER_S:
-            self._is_silence_told = True
-            logger.warning(
-                "predictor_silent seconds=%.0f: forecasts that are here stay in use, "
-                "new requests go by the lengths of their class",
-                now_s - self._heard_s,
-            )
 
 
 class PredictorProbe(ChannelProbe[ToPredictor, FromPredictor, Status]):

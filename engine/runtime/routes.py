@@ -10,7 +10,6 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from core.clock import Clock
 from core.names import hash_of_program
 from core.programs import ProgramBook, ProgramRecord
 from core.terms import SLO_FIELDS, FieldError, read_program, shown
@@ -26,13 +25,13 @@ from engine.runtime.settings import (
 from scheduler.policies import CHOICES, POLICIES
 
 
-def add_routes(app: FastAPI, programs: ProgramBook, clock: Clock) -> None:
+def add_routes(app: FastAPI, programs: ProgramBook) -> None:
     """Add our routes, ``/slo/…``, and our fields to the OpenAPI page."""
     stock_openapi = app.openapi
     app.openapi = lambda: http_layer.extend_openapi(stock_openapi())
     app.get("/slo/state")(slo_state)
     app.post("/slo/policy")(auth_level(AuthLevel.ADMIN_OPTIONAL)(slo_policy))
-    ends = ProgramRoutes(programs, clock)
+    ends = ProgramRoutes(programs)
     for path, handler in (("end", ends.end), ("cancel", ends.cancel)):
         app.post(f"/slo/programs/{path}", openapi_extra=_PROGRAM_BODY)(handler)
 
@@ -99,9 +98,8 @@ _PROGRAM_BODY: dict[str, Any] = {
 class ProgramRoutes:
     """How a client says that a program is over: ``end``, or that it is not wanted: ``cancel``."""
 
-    def __init__(self, programs: ProgramBook, clock: Clock) -> None:
+    def __init__(self, programs: ProgramBook) -> None:
         self._programs = programs
-        self._clock = clock
         self._telling: set[asyncio.Task[bool]] = set()
 
     async def end(self, request: Request) -> JSONResponse:

@@ -195,7 +195,7 @@ def _serve(server_args: Any, settings: Settings) -> int:
             reads_cues=bool(settings.predictor_address),
         )
     )
-    routes.add_routes(app, programs, clock)
+    routes.add_routes(app, programs)
     http_server.launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
     return 0
 

@@ -316,3 +316,13 @@ def test_calls_of_a_program_that_were_aborted_leave_nothing_behind() -> None:
     assert len(engine.frames.programs) == 0
     assert list(engine.frames.live()) == []
     assert engine.tick() is None
+
+
+def test_a_request_for_no_tokens_is_no_call_of_a_program() -> None:
+    # SGLang fills its prefix cache so, before it asks for several answers to one prompt.
+    engine = Engine()
+    engine.arrive("fills", CompoundSlo(600, "p", final=True), max_output_tokens=0)
+    engine.plan()
+    assert len(engine.frames.programs) == 0
+    engine.arrive("call", CompoundSlo(600, "p"))
+    assert engine.frames.programs.column("stages")[0] == 1

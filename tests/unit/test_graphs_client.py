@@ -17,8 +17,9 @@ from program_shapes import PACE, Part, call, life
 import core.probe as probe_module
 from core.channel import RouterChannel
 from core.clock import ManualClock
+from core.presence import SILENT_AFTER_S
 from graphs import client as client_module
-from graphs.client import SILENT_AFTER_S, GraphsClient, GraphsProbe
+from graphs.client import GraphsClient, GraphsProbe
 from graphs.protocol import (
     MAX_BATCH,
     Arrived,

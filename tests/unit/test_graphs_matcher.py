@@ -325,22 +325,6 @@ def test_of_what_fits_alike_what_was_seen_most_is_the_likeliest() -> None:
     assert followed(pack, *chain(100, 200).stages).best() == 1
 
 
-def test_a_copy_goes_its_own_way() -> None:
-    pack = packed(*[chain(100, 200, 300)] * 3, *[chain(300, 2000)] * 3)
-    match = followed(pack, chain(100).stages[0])
-    copy = match.copy()
-    before = seen(match)
-    assert seen(copy) == before
-    assert before.stages > 1.5
-    copy.close_stage(chain(2000).stages[0])
-    copy.close_stage(chain(2000).stages[0])
-    assert seen(match) == before
-    assert len(match) == 6
-    assert len(copy) == 3
-    match.close_stage(chain(200).stages[0])
-    assert seen(match).stages == pytest.approx(0.5, abs=0.5)
-
-
 def test_patterns_that_are_added_meanwhile_are_no_trouble() -> None:
     pack = packed(*[chain(100, 200)] * 3)
     match = followed(pack, chain(100).stages[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -378,3 +379,34 @@ def test_in_any_order_it_stays_whole(steps: list[tuple[str, float]]) -> None:
         assert whole(store)
     assert store.num_added == num_added
     assert num_added == 0 or len(store) > 0
+
+
+# Tenants ------------------------------------------------------------------------------------------
+
+
+def of_tenant(tenant: int, number: int) -> ProgramShape:
+    return msgspec.structs.replace(unlike(number, application=number), tenant=tenant)
+
+
+@pytest.mark.parametrize("is_clustered", [False, True])
+def test_nobody_s_patterns_are_crowded_out_by_another_s(is_clustered: bool) -> None:
+    store = PatternStore(40)
+    for number in range(10):
+        store.add(of_tenant(1, number), 0.0)
+    for number in range(300):
+        store.add(of_tenant(2, 100 + number), 0.0)
+        if is_clustered and store.is_clustering_due:
+            assert store.adopt(store.clustering().run())
+    assert len(store) <= 2 * store.capacity
+    assert sum(shape.tenant == 1 for shape in store.shapes) == 10
+    assert whole(store)
+
+
+def test_more_tenants_than_patterns_may_stay_are_bounded_too() -> None:
+    store = PatternStore(10)
+    for tenant in range(1, 200):
+        store.add(of_tenant(tenant, tenant), 0.0)
+        if store.is_clustering_due:
+            assert store.adopt(store.clustering().run())
+    assert len(store) <= store.capacity
+    assert whole(store)

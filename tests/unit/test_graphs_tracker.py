@@ -890,3 +890,36 @@ def test_a_program_of_very_many_calls_is_bounded_and_others_go_on(told: Told) ->
     assert running is not None
     assert running.graph.graph.number_of_nodes() <= 2048
     assert told.see(arrived(program=2, at=start_s, opened_s=start_s)).is_known
+
+
+# Branches that differ in depth --------------------------------------------------------------------
+
+
+def test_calls_of_later_stages_that_have_arrived_are_not_foreseen_again(told: Told) -> None:
+    told.teach([Part((100, 100)), Part((100,)), Part((100,))], 5)
+    start_s = told.now_s
+    told.take(
+        arrived(1, start_s, opened_s=start_s),
+        arrived(2, start_s, opened_s=start_s),
+        finished(1, start_s + 1),
+        arrived(3, start_s + 1, opened_s=start_s, parents=(1,)),
+    )
+    outlook = told.look()[1]
+    assert (outlook.stage, outlook.num_calls) == (0, 3)
+    assert (outlook.calls, outlook.stages) == (pytest.approx(1, abs=0.1), pytest.approx(1, abs=0.1))
+
+
+def test_a_program_whose_stages_keep_changing_behind_it_is_given_up(told: Told) -> None:
+    told.teach([Part((100,))] * 2, 5)
+    start_s = told.now_s
+    told.take(arrived(1, start_s, opened_s=start_s), finished(1, start_s + 1))
+    told.take(arrived(2, start_s + 1, opened_s=start_s), finished(2, start_s + 2))
+    told.look()
+    known = []
+    for node in range(3, 3 + 2 * tracker_module.MAX_RESCORED):
+        # One more that only needed the first: of a stage that is long over.
+        told.take(arrived(node, start_s + 2, opened_s=start_s, parents=(1,)))
+        told.take(finished(node, start_s + 2))
+        known.append(told.look()[1].is_known)
+    assert known[0]
+    assert not known[-1]

@@ -486,3 +486,18 @@ def test_whatever_happens_the_book_is_bounded_and_its_figures_are_those_of_the_c
         counts = in_time and not any(it is other for other in cancelled)
         assert outcome.goodput_tokens == (outcome.tokens if counts else 0)
         assert it.num_live == live
+
+
+def test_after_a_last_call_that_came_to_nothing_there_is_no_goodput() -> None:
+    record = ProgramRecord(ProgramClock(0.0, 60.0))
+    record.begin(0.0)
+    record.finished(100, 5.0)
+    record.leave(5.0)
+    assert record.outcome().goodput_tokens == 100
+    record.begin(6.0)
+    record.leave(60.0, has_failed=True)
+    assert (record.met, record.outcome().goodput_tokens, record.outcome().tokens) == (False, 0, 100)
+    record.begin(60.0)
+    record.finished(50, 60.0)
+    record.leave(60.0)
+    assert record.outcome().goodput_tokens == 150

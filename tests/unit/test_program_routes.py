@@ -43,7 +43,7 @@ class World:
         self.schedulers = schedulers
         self.programs = ProgramBook(timeout_s=60.0)
         self.clock = ManualClock(START_S)
-        self.routes = routes.ProgramRoutes(self.programs, self.clock)
+        self.routes = routes.ProgramRoutes(self.programs)
 
     def begin(self, name: str = "p", tenant: str = "") -> ProgramRecord:
         """A call of a program, 20 s of time given."""
@@ -225,3 +225,15 @@ def test_an_api_key_is_a_tenant_here_too(world: World) -> None:
     world.begin("p", tenant_of({}, key))
     assert world.ask("end", {"program_id": "p"}, authorization="Bearer other")[0] == 404
     assert world.ask("end", {"program_id": "p"}, authorization="Bearer secret")[0] == 200
+
+
+@pytest.mark.parametrize("value", [0.5, 1e300, -1, 2**63, True + 1.5, float("nan")])
+def test_a_number_that_names_no_program_is_refused_at_once(value: float) -> None:
+    # Anybody may send one by SGLang's own route; the scheduler must not look for it.
+    from engine.runtime.frame_scheduler import FrameScheduler
+    from engine.runtime.settings import KNOB_CANCEL_PROGRAM, KNOB_END_PROGRAM
+
+    for knob in (KNOB_END_PROGRAM, KNOB_CANCEL_PROGRAM):
+        message = SimpleNamespace(server_args={knob: value})
+        answer = FrameScheduler.set_internal_state(SimpleNamespace(), message)
+        assert answer.updated is False

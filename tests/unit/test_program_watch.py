@@ -89,8 +89,10 @@ class FakeClient:
         self.paces.append(pace)
         return self.outlooks
 
+    alive = True
+
     def is_alive(self) -> bool:
-        return True
+        return self.alive
 
     def counters(self) -> dict[str, int]:
         return {"open": 1}
@@ -724,3 +726,22 @@ def test_whatever_happens_each_node_begins_and_ends_once(
     assert len(world.client.told) == len(world.client.endings)
     assert world.state("num_live") == 0
     assert list(world.frames.live()) == []
+
+
+def test_once_the_graphs_process_is_silent_what_it_said_is_taken_back(world: World) -> None:
+    world.call("a")
+    world.watch.take(world.watch.listen())
+    world.watch.take((outlook(world, output_tokens=50.0),))
+    assert world.expected(world.latest, "future_out") == [50]
+    world.client.alive = False
+    world.watch.take(world.watch.listen())
+    assert world.expected(world.latest, "future_out") == [0]
+    assert world.watch.listen() == ()
+
+
+def test_all_ranks_decide_by_the_time_that_they_are_given(module: Any, reasons: Any) -> None:
+    world = World(module, reasons)
+    world.watch.closed(world.hash(), is_cancelled=True)
+    assert world.arrive(CompoundSlo(60.0, "p")) is None
+    world.clock.advance(TIMEOUT_S)
+    assert world.arrive(CompoundSlo(60.0, "p")) is not None
