@@ -1,0 +1,1 @@
+"""A discrete-event engine in virtual time, driven by the scheduler object that serves."""
