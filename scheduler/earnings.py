@@ -3,6 +3,7 @@
 import numpy as np
 
 from scheduler.objective import GoodputObjective
+from scheduler.table import Floats
 
 
 class Earnings:
@@ -22,6 +23,10 @@ class Earnings:
         """A stream got tokens, the first of them due at ``next_due_s``."""
         if now_s <= next_due_s:
             self._stream_tokens += num_tokens
+
+    def streams(self, next_due_s: Floats, now_s: float) -> None:
+        """Streams got one token each, due then."""
+        self._stream_tokens += int((next_due_s >= now_s).sum())
 
     def answer(self, input_tokens: int, output_tokens: int) -> None:
         """An answer with a deadline was complete in time."""

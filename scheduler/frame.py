@@ -258,6 +258,18 @@ class FrameManager:
         table.generated_tokens[row] = min(max(generated_tokens, 0), 1 << 40)
         table.is_stale[row] = True
 
+    def stepped(self, requests: Sequence[Request]) -> None:
+        """Each of these live requests has generated one more output token."""
+        table = self.table
+        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        self.tenants.serve_all(table.tenant[rows], output_tokens=1)
+        self.programs.serve_all(table.program[rows], 1)
+        if self.policy.tuner is not None:
+            streams = rows[table.kind[rows] == LATENCY]
+            self._earnings.streams(table.next_dues_s(streams), self._now_s)
+        table.generated_tokens[rows] += 1
+        table.is_stale[rows] = True
+
     def ended(self, request_id: str, state: RequestState) -> None:
         """It ended; a second report for the same id is ignored."""
         request = self._live.get(request_id)

@@ -7,7 +7,7 @@ import numpy as np
 
 from core.programs import DEFAULT_TIMEOUT_S
 from core.slo import CompoundSlo, RequestTerms
-from scheduler.table import Floats
+from scheduler.table import Floats, Ints
 
 
 class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +223,10 @@ class Programs:
     def serve(self, index: int, tokens: float) -> None:
         """One of its calls was given service, in tokens: PLAS ranks by it."""
         self._columns["service"][index] += tokens
+
+    def serve_all(self, indices: Ints, tokens: float) -> None:
+        """Each of these was given so much; -1 stands for none."""
+        np.add.at(self._columns["service"], indices[indices >= 0], tokens)
 
     def expect(self, tenant: str, program_id: str, outlook: ProgramOutlook | None) -> None:
         """A pattern match came in; ignored for a program that is not known (any more).

@@ -286,6 +286,12 @@ class RequestTable:
         ahead = self.generated_tokens[row] - self.timeline_from[row]
         return float(self.first_due_s[row] + ahead * self.tbt_s[row])
 
+    def next_dues_s(self, rows: Ints) -> Floats:
+        """The same of several rows."""
+        ahead = self.generated_tokens[rows] - self.timeline_from[rows]
+        dues: Floats = self.first_due_s[rows] + ahead * self.tbt_s[rows]
+        return dues
+
     def in_state(self, *codes: int) -> Ints:
         """Rows in one of the states, ascending."""
         state = self.state[: len(self.requests)]

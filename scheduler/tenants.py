@@ -7,7 +7,7 @@ back after a pause starts level with the least served active one, so that nobody
 
 import numpy as np
 
-from scheduler.table import Floats
+from scheduler.table import Floats, Ints
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -54,6 +54,10 @@ class Tenants:
     def serve(self, index: int, *, input_tokens: float = 0, output_tokens: float = 0) -> None:
         """It was given service."""
         self._service[index] += INPUT_WEIGHT * input_tokens + OUTPUT_WEIGHT * output_tokens
+
+    def serve_all(self, indices: Ints, *, output_tokens: float) -> None:
+        """Each was given so many output tokens; an index may be there several times."""
+        np.add.at(self._service, indices, OUTPUT_WEIGHT * output_tokens)
 
     def service_of(self, tenant: str) -> float:
         """Its counter, 0 for one that is not known."""
