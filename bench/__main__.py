@@ -12,9 +12,11 @@ from bench import (
     plot,
     predictor,
     prior,
+    profiles,
     programs,
     scheduler,
     serve,
+    workloads,
 )
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
@@ -25,9 +27,11 @@ BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "plot": plot.main,
     "predictor": predictor.main,
     "prior": prior.main,
+    "profiles": profiles.main,
     "programs": programs.main,
     "scheduler": scheduler.main,
     "serve": serve.main,
+    "workloads": workloads.main,
 }
 
 
@@ -45,7 +49,8 @@ def main(argv: list[str]) -> int:
         "graphs: time of a match, size of a pattern, and errors of the stages' shares. "
         "programs: deadlines met by real programs, with what is foreseen of them and without. "
         "collect: answer lengths of prompts on a running server, to learn from. "
-        "prior: make what the length predictor starts from.",
+        "prior: make what the length predictor starts from. "
+        "workloads: the applications' lengths beside the paper's, and the arrivals.",
     )
     parser.add_argument("name", choices=sorted(BENCHES))
     args = parser.parse_args(argv[:1])
