@@ -42,7 +42,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     memory_bytes: float
     link_bytes_per_s: float
-    flops_share: float = 0.69
+    flops_share: float = 0.66
     """Fitted to prompts of Llama-2-70B on A100s (Splitwise's profile); used for all GPUs."""
     bandwidth_share: float = 0.834
     """1,700 GB/s is what gpt-fast's README found an A100's memory to reach of 2,039. Weight
@@ -50,7 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     reach 0.86."""
     link_share: float = 0.83
     """375 of 450 GB/s in NVIDIA's own peer-to-peer test on H100s (NVIDIA/nccl issue 1264).
-    All-reduces of an engine of 2023 (Splitwise's) reached a fifth of that."""
+    All-reduces of an engine of 2023 (Splitwise's) reached 0.15 of the peak."""
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s", "memory_bytes", "link_bytes_per_s"):
@@ -210,8 +210,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     while the GPU computes, as SGLang and vLLM do today: ``layer_s`` and ``all_reduce_s`` are
     rounded, near gpt-fast's Llama-2-7B and 70B on 1 to 8 A100s; ``request_s`` is fitted to a
     vLLM run of Llama-3.1-8B (LLMServingSim's, on an RTX PRO 6000). An engine of 2023 that
-    launched every kernel by itself (Splitwise's) had a ``launch_s`` of 0.37 to 0.56 ms and a
-    ``request_s`` of 0.33 ms.
+    launched every kernel by itself (Splitwise's) had a ``launch_s`` of 0.37 to 0.55 ms and a
+    ``request_s`` of 0.43 ms.
 
     Attributes:
         layer_s: of a layer: its small kernels, and the gaps between kernels.
