@@ -21,7 +21,7 @@ from bench.workloads.mix import (
     build,
     paper_spec,
 )
-from bench.workloads.recorded import from_calls
+from bench.workloads.recorded import from_calls, stages_of
 from bench.workloads.summary import describe
 
 __all__ = [
@@ -41,4 +41,5 @@ __all__ = [
     "from_calls",
     "main",
     "paper_spec",
+    "stages_of",
 ]

@@ -85,8 +85,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             requests have its lengths in its order, from the first on and over again, and share
             the prefixes that its own did. Programs of many calls are unaffected.
         pool: of a ServeGen ``requests``.
-        calls: path of a log of real call graphs: compound programs are those, each length a
-            little other. Their application is the log's source.
+        calls: path of a log of real call graphs: compound programs are those, each a little
+            longer or shorter. Their application is the log's source.
         sources: which of the log's workloads; none named: all.
         on_miss: of all programs.
         waiting_time_s: of all programs.
@@ -200,9 +200,10 @@ def _slo(spec: WorkloadSpec, kind: str, num_stages: int, application: str, index
 def _logged(
     logged: Sequence[calls.Program], rng: np.random.Generator, names: Iterator[int]
 ) -> tuple[str, Stages]:
-    """One of the log's programs, every length and time a little other."""
-    program = calls.jittered(logged, 1, int(rng.integers(1 << 32)))[0]
-    return program.source, recorded.stages_of(program, names)
+    """One of the log's programs, a little longer or shorter."""
+    program = logged[int(rng.integers(len(logged)))]
+    factor = float(rng.lognormal(0.0, calls.JITTER))
+    return program.source, recorded.stages_of(recorded.varied(program, factor), names)
 
 
 def _singles(spec: WorkloadSpec) -> Callable[[np.random.Generator], SimCall] | None:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import msgspec
+
 from bench import calls
 from bench.workloads.applications import MAX_OUTPUT, Stages
 from engine.simulator.workload import SimCall, SimStage
@@ -44,6 +46,22 @@ def stages_of(program: calls.Program, names: Iterator[int]) -> Stages:
     return tuple(stages)
 
 
+def varied(program: calls.Program, factor: float) -> calls.Program:
+    """With every length ``factor`` times as long: one for all, so that contexts still fit."""
+    stages = [
+        msgspec.structs.replace(
+            stage,
+            calls=tuple((round(size * factor), round(out * factor)) for size, out in stage.calls),
+        )
+        for stage in program.stages
+    ]
+    return msgspec.structs.replace(program, stages=tuple(stages))
+
+
+ROUNDING = 2
+"""Tokens by which a varied prompt may miss the context that it continues."""
+
+
 def _call(
     role: str, input_tokens: int, output_tokens: int, before: SimCall | None, name: int
 ) -> SimCall:
@@ -51,7 +69,8 @@ def _call(
     shared = 0
     if before is not None:
         context = before.input_tokens + before.output_tokens
-        shared = next((size for size in (context, before.input_tokens) if size <= input_tokens), 0)
+        fits = (size for size in (context, before.input_tokens) if size <= input_tokens + ROUNDING)
+        shared = min(next(fits, 0), input_tokens)
     return SimCall(
         input_tokens=input_tokens,
         output_tokens=output_tokens,

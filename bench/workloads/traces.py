@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,12 +62,15 @@ def read(path: Path) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    if path.name.endswith(".gz"):
-        with gzip.open(path, "rt", encoding="utf-8") as packed:
-            yield from packed
-    else:
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from file
+    try:
+        if path.name.endswith(".gz"):
+            with gzip.open(path, "rt", encoding="utf-8") as packed:
+                yield from packed
+        else:
+            with path.open(encoding="utf-8", newline="") as file:
+                yield from file
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{path}: {error!r}") from error
 
 
 def _checked(request: TraceRequest, before: TraceRequest | None) -> TraceRequest:
