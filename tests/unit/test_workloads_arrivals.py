@@ -46,7 +46,7 @@ def mooncake(tmp_path):
         {"timestamp": 0, "input_length": 700, "output_length": 6, "hash_ids": [3, 4]},
         {"timestamp": 3000, "input_length": 1500, "output_length": 7, "hash_ids": [1, 2, 5]},
         {"timestamp": 6000, "input_length": 1300, "output_length": 8, "hash_ids": [1, 2, 5]},
-        {"timestamp": 6000, "input_length": 100, "output_length": 9, "hash_ids": [6]},
+        {"timestamp": 6000, "input_length": 100, "output_length": 9, "hash_ids": [1, 2, 5]},
     ]
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -136,7 +136,7 @@ def test_requests_of_one_step_of_mooncake_are_spread_over_it(mooncake):
 
 def test_equal_blocks_of_mooncake_are_a_prefix_of_the_first_that_had_them(mooncake):
     found = [(one.prefix, one.prefix_tokens) for one in traces.read(mooncake).requests]
-    assert found == [(0, 0), (0, 0), (1, 1024), (3, 1300), (0, 0)]
+    assert found == [(0, 0), (0, 0), (1, 1024), (3, 1300), (3, 100)]
 
 
 def test_a_trace_of_simultaneous_arrivals_is_refused(tmp_path):
