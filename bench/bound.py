@@ -22,11 +22,15 @@ as far as each of its prompts and answers is done.
   token per step of a batch of one.
 * *Best effort* counts nothing, though ``ProgramOutcome.met`` is set once it is complete.
 
-**What is relaxed**, beside all being fractions: batches are always full where that is cheaper,
-padding is 0, whatever a prefix cache may hold it holds, there is KV for everybody, an answer may
-overlap with its prompt and a stage with the one before, and no late token of a stream costs
-anything. ``waiting_time_s`` is ignored. Bins are rounded outward: a window may use the whole
-capacity of the bins that it only touches (its own pace is limited to what it does touch).
+**What is relaxed**, beside all being fractions: a token costs what it does in a full batch and
+takes the time that it does alone; padding is 0; whatever a prefix cache may hold it holds; there
+is KV for everybody; an answer may overlap with its prompt and a stage with the one before; no
+late token of a stream costs anything. ``waiting_time_s`` is ignored. Bins are rounded outward: a
+window may use the whole capacity of the bins that it only touches (its own pace is limited to
+what it does touch).
+
+Tried and left out: steps counted per bin, and no call with more tokens in it than it has steps.
+On 1,000 random programs at 1.4 times what fits that took off 0.6 % for 150 times the time.
 """
 
 from __future__ import annotations
