@@ -16,6 +16,7 @@ from bench import (
     programs,
     scheduler,
     serve,
+    sim,
     workloads,
 )
 
@@ -31,6 +32,7 @@ BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "programs": programs.main,
     "scheduler": scheduler.main,
     "serve": serve.main,
+    "sim": sim.main,
     "workloads": workloads.main,
 }
 
@@ -50,6 +52,7 @@ def main(argv: list[str]) -> int:
         "programs: deadlines met by real programs, with what is foreseen of them and without. "
         "collect: answer lengths of prompts on a running server, to learn from. "
         "prior: make what the length predictor starts from. "
+        "sim: the paper's evaluation in the simulator, every policy, every figure. "
         "workloads: the applications' lengths beside the paper's, and the arrivals.",
     )
     parser.add_argument("name", choices=sorted(BENCHES))

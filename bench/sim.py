@@ -1,0 +1,148 @@
+"""The paper's evaluation in the simulator, with the scheduler that serves.
+
+``python -m bench sim NAME`` prints a table, the paper's figures beside it, and the definition of
+every number. What has been simulated is kept by the code that it depends on: a grid that was
+broken off goes on, and a change of the scheduler runs it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from bench import goodput, report
+from bench.simulations import capacity, figures, summary
+from bench.simulations.cell import DEFAULT_ANALYST, STUDY_STEPS, Engine, parse_settings, split_label
+from bench.simulations.experiments import EXPERIMENTS, Experiment
+from bench.simulations.grid import Grid, Runner
+from bench.simulations.options import Options
+from bench.simulations.pool import Cache, Failed
+from bench.simulations.progress import Progress
+from bench.workloads import paper_spec
+from engine.demo_model import cache_dir
+
+FULL = (3600.0, 5)
+"""Window in seconds, and seeds."""
+QUICK = (600.0, 2)
+
+
+def main(argv: list[str]) -> int:
+    """``python -m bench sim``."""
+    args = _parser().parse_args(argv)
+    experiment = EXPERIMENTS[args.name]
+    try:
+        options = _options(args)
+        grid = _grid(args, experiment, options)
+    except (OSError, ValueError, Failed) as error:
+        print(f"sim: {error}", file=sys.stderr)
+        return 2
+    _print(experiment, grid)
+    report.write(
+        args.json,
+        "sim",
+        summary.of(grid),
+        {
+            "experiment": args.name,
+            "definitions": dict(figures.DEFINITIONS),
+            "capacity": msgspec.to_builtins(grid.capacity),
+            "runs": [
+                {
+                    "case": case,
+                    "policy": policy,
+                    "seed": seed,
+                    "cell": msgspec.to_builtins(cell),
+                    "figures": msgspec.to_builtins(grid.figures_of(case, policy, seed)),
+                }
+                for (case, policy, seed), cell in grid.cells.items()
+            ],
+            "options": str(vars(args)),
+        },
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench sim", description=__doc__)
+    parser.add_argument("name", nargs="?", default="table", choices=sorted(EXPERIMENTS))
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="minutes: 600 s, two seeds, less")
+    size.add_argument("--full", action="store_true", help="3600 s, five seeds (default)")
+    parser.add_argument("--seeds", type=int, default=None, help="how many")
+    parser.add_argument("--seed", type=int, default=1, help="the first of them")
+    parser.add_argument("--window", type=float, default=None, help="seconds of arrivals")
+    parser.add_argument("--loads", default="", help="over capacity, such as 0.9,1.5")
+    parser.add_argument(
+        "--policies", default="", help="labels, such as gmax,gmax:frame_steps=25,ltr+cancel"
+    )
+    parser.add_argument("--analyst", default=DEFAULT_ANALYST, help="noisy:SIGMA, known, none, real")
+    parser.add_argument(
+        "--engine", default=STUDY_STEPS, help="MODEL@GPU, MODEL@GPUxN or a CSV of steps"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of gmax's SchedulerConfig"
+    )
+    goodput.add_argument(parser)
+    parser.add_argument("--bounds", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument(
+        "--keep-rivals",
+        action="store_true",
+        help="take rivals' runs, and the capacity, by whatever code they were made",
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--cache", type=Path, default=cache_dir() / "simulations.jsonl")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
+    parser.add_argument("--plots", type=Path, default=None, help="folder for an SVG")
+    return parser
+
+
+def _options(args: argparse.Namespace) -> Options:
+    window_s, num_seeds = QUICK if args.quick else FULL
+    window_s, num_seeds = args.window or window_s, args.seeds or num_seeds
+    policies = tuple(args.policies.split(",")) if args.policies else ()
+    for label in policies:
+        split_label(label)
+    return Options(
+        is_quick=args.quick,
+        seeds=tuple(range(args.seed, args.seed + num_seeds)),
+        policies=policies,
+        loads=tuple(float(load) for load in args.loads.split(",") if load),
+        workload=paper_spec(1.0, window_s),
+        engine=Engine(steps=args.engine),
+        analyst=args.analyst,
+        settings=parse_settings(args.set),
+        goodput=tuple(goodput.parse(args.goodput).items()),
+    )
+
+
+def _grid(args: argparse.Namespace, experiment: Experiment, options: Options) -> Grid:
+    runner = Runner(
+        Cache(args.cache),
+        jobs=args.jobs,
+        progress=Progress(sys.stderr, f"sim {args.name}"),
+        keep_rivals=args.keep_rivals,
+    )
+    own = experiment.quick_policies if options.is_quick else experiment.policies
+    return Grid(
+        experiment.cases(options),
+        options.policies or own,
+        options.seeds,
+        runner,
+        has_bounds=experiment.has_bounds if args.bounds is None else args.bounds,
+    )
+
+
+def _print(experiment: Experiment, grid: Grid) -> None:
+    print(f"{experiment.title}\n")
+    for name, found in grid.capacity.items():
+        print(
+            f"{name}: capacity {found.programs_per_s:.3f} programs/s, "
+            f"{found.calls_per_s:.1f} calls/s, {found.tokens_per_s:.0f} tokens/s"
+        )
+    headers, rows = experiment.view(grid)
+    print(f"\n{report.table(headers, rows)}\n")
+    print(f"Paper: {experiment.paper}.")
+    print(f"{capacity.NOTE}.")
