@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from bench import goodput, report
-from bench.simulations import capacity, figures, summary
+from bench.simulations import capacity, figures, summary, tables
 from bench.simulations.cell import DEFAULT_ANALYST, STUDY_STEPS, Engine, parse_settings, split_label
+from bench.simulations.charts import Chart
 from bench.simulations.experiments import EXPERIMENTS, Experiment
-from bench.simulations.grid import Grid, Runner
+from bench.simulations.grid import Grid, Runner, run_grid
 from bench.simulations.options import Options
 from bench.simulations.pool import Cache, Failed
 from bench.simulations.progress import Progress
@@ -28,6 +31,7 @@ from engine.demo_model import cache_dir
 FULL = (3600.0, 5)
 """Window in seconds, and seeds."""
 QUICK = (600.0, 2)
+DEFINITIONS = {**goodput.DEFINITIONS, **figures.DEFINITIONS}
 
 
 def main(argv: list[str]) -> int:
@@ -41,28 +45,39 @@ def main(argv: list[str]) -> int:
         print(f"sim: {error}", file=sys.stderr)
         return 2
     _print(experiment, grid)
+    if args.plots:
+        _draw(args.plots, args.name, experiment.draw(grid))
     report.write(
         args.json,
         "sim",
         summary.of(grid),
-        {
-            "experiment": args.name,
-            "definitions": dict(figures.DEFINITIONS),
-            "capacity": msgspec.to_builtins(grid.capacity),
-            "runs": [
-                {
-                    "case": case,
-                    "policy": policy,
-                    "seed": seed,
-                    "cell": msgspec.to_builtins(cell),
-                    "figures": msgspec.to_builtins(grid.figures_of(case, policy, seed)),
-                }
-                for (case, policy, seed), cell in grid.cells.items()
-            ],
-            "options": str(vars(args)),
-        },
+        _detail(args, grid),
     )
     return 0
+
+
+def _detail(args: argparse.Namespace, grid: Grid) -> dict[str, Any]:
+    """The raw figures, for the JSON."""
+    return {
+        "experiment": args.name,
+        "definitions": dict(DEFINITIONS),
+        "capacity": msgspec.to_builtins(grid.capacity),
+        "runs": [
+            {
+                "case": case,
+                "policy": policy,
+                "seed": seed,
+                "cell": msgspec.to_builtins(cell),
+                "figures": msgspec.to_builtins(grid.runs[case, policy, seed]),
+            }
+            for (case, policy, seed), cell in grid.cells.items()
+        ],
+        "bounds": [
+            {"case": case, "seed": seed, "goodput": level, **msgspec.to_builtins(bound)}
+            for (case, seed, level), bound in grid.bounds.items()
+        ],
+        "options": str(vars(args)),
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,12 +100,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of gmax's SchedulerConfig"
     )
+    parser.add_argument(
+        "--trace", action="append", default=[], metavar="PATH", help="arrivals, for burst"
+    )
     goodput.add_argument(parser)
     parser.add_argument("--bounds", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument(
         "--keep-rivals",
         action="store_true",
         help="take rivals' runs, and the capacity, by whatever code they were made",
+    )
+    parser.add_argument(
+        "--probe", type=int, default=capacity.PROGRAMS, help="programs to measure the capacity with"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--cache", type=Path, default=cache_dir() / "simulations.jsonl")
@@ -115,6 +136,8 @@ def _options(args: argparse.Namespace) -> Options:
         analyst=args.analyst,
         settings=parse_settings(args.set),
         goodput=tuple(goodput.parse(args.goodput).items()),
+        traces=tuple(args.trace),
+        probe_programs=args.probe,
     )
 
 
@@ -126,7 +149,7 @@ def _grid(args: argparse.Namespace, experiment: Experiment, options: Options) ->
         keep_rivals=args.keep_rivals,
     )
     own = experiment.quick_policies if options.is_quick else experiment.policies
-    return Grid(
+    return run_grid(
         experiment.cases(options),
         options.policies or own,
         options.seeds,
@@ -136,13 +159,32 @@ def _grid(args: argparse.Namespace, experiment: Experiment, options: Options) ->
 
 
 def _print(experiment: Experiment, grid: Grid) -> None:
-    print(f"{experiment.title}\n")
-    for name, found in grid.capacity.items():
-        print(
-            f"{name}: capacity {found.programs_per_s:.3f} programs/s, "
-            f"{found.calls_per_s:.1f} calls/s, {found.tokens_per_s:.0f} tokens/s"
-        )
-    headers, rows = experiment.view(grid)
-    print(f"\n{report.table(headers, rows)}\n")
-    print(f"Paper: {experiment.paper}.")
+    print(f"{experiment.title}: {len(grid.seeds)} seeds of {grid.cases[0].workload.window_s:g} s\n")
+    print(report.table(("case", "capacity, programs/s", "calls/s", "token/s"), _capacities(grid)))
     print(f"{capacity.NOTE}.")
+    defines: dict[str, None] = {}
+    for view in (*experiment.views, *((tables.by_flags,) if grid.cases[0].goodput else ())):
+        found = view(grid)
+        defines.update(dict.fromkeys(found.defines))
+        print(f"\n{found.title}".rstrip(" "))
+        print(report.table(found.headers, found.rows))
+    print("\n± is the half width of a 95 % confidence interval over seeds (Student's t); ratios")
+    print("are taken seed by seed, on the same workload.")
+    for name in defines:
+        print(f"{name}: {DEFINITIONS[name]}.")
+    print(f"\nPaper: {experiment.paper}.\nOurs: {experiment.say(grid)}.")
+
+
+def _capacities(grid: Grid) -> list[list[Any]]:
+    return [
+        [name, found.programs_per_s, found.calls_per_s, found.tokens_per_s]
+        for name, found in grid.capacity.items()
+    ]
+
+
+def _draw(folder: Path, name: str, drawn: Sequence[Chart]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for chart in drawn:
+        path = folder / f"{name}-{chart.name}.svg"
+        path.write_text(chart.svg, encoding="utf-8")
+        print(f"written to {path}")

@@ -31,6 +31,8 @@ MIDDLE = (0.2, 0.8)
 """Shares of the programs done between which the engine's pace counts."""
 AHEAD = 8
 """Calls that may wait in the engine: a place that gets free is taken in the same step."""
+PROGRAMS = 1500
+"""Served for a measurement."""
 SAMPLE = 20
 """The mean work of a program is of so many times the programs served."""
 
@@ -40,7 +42,7 @@ class CapacityProbe(msgspec.Struct, frozen=True, kw_only=True, tag="capacity"):
 
     workload: WorkloadSpec
     engine: Engine
-    programs: int = 1500
+    programs: int = PROGRAMS
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     mean_running: float
 
 
-def probe_of(spec: WorkloadSpec, engine: Engine, programs: int = 1500) -> CapacityProbe:
+def probe_of(spec: WorkloadSpec, engine: Engine, programs: int = PROGRAMS) -> CapacityProbe:
     """The probe of a workload's mix; equal for all that differ in what plays no part."""
     mix = msgspec.structs.replace(
         spec,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from bench.simulations.bounds import BoundFigure, question_of
-from bench.simulations.capacity import Capacity, CapacityProbe, probe_of
+from bench.simulations.bounds import BoundFigure, BoundQuestion, question_of
+from bench.simulations.capacity import PROGRAMS, Capacity, CapacityProbe, probe_of
 from bench.simulations.cell import (
     Cell,
     Engine,
@@ -20,7 +20,7 @@ from bench.simulations.cell import (
 from bench.simulations.figures import Figures
 from bench.simulations.pool import Cache, run_all
 from bench.simulations.progress import Progress
-from bench.simulations.statistics import Interval, interval, ratio
+from bench.simulations.statistics import Interval, interval, ratios
 from bench.simulations.tasks import Task
 from bench.workloads import WorkloadSpec
 from scheduler.policies import ABLATIONS, ORACLES
@@ -28,8 +28,9 @@ from scheduler.policies import ABLATIONS, ORACLES
 Level = Literal["token", "request"]
 LEVELS: tuple[Level, ...] = ("token", "request")
 OURS = "gmax"
-OUR_KIND = ("gmax", "gmax-oracle", *ABLATIONS)
-"""Policies that a case's settings are for."""
+ORACLE = "gmax-oracle"
+OUR_KIND = (OURS, ORACLE, *ABLATIONS)
+"""gmax, and what it is taken apart into."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         x: for a plot.
         load: arrival rate over capacity, of each replica.
         workload: its rate does not count: it follows from ``load``.
-        settings: of gmax and its kind.
+        settings: of the policies ``settings_of``.
+        probe_programs: served to measure the capacity.
     """
 
     name: str
@@ -50,19 +52,22 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     analyst: str
     settings: Settings = ()
+    settings_of: tuple[str, ...] = OUR_KIND
     replicas: int = 1
     dispatch: str = "only"
     goodput: tuple[tuple[str, float], ...] = ()
+    probe_programs: int = PROGRAMS
 
     @property
     def probe(self) -> CapacityProbe:
-        return probe_of(self.workload, self.engine)
+        """What measures its capacity."""
+        return probe_of(self.workload, self.engine, self.probe_programs)
 
     def cell(self, label: str, seed: int, capacity: Capacity) -> Cell:
         """The run of a policy, by its label."""
         rate = self.load * capacity.programs_per_s * self.replicas
         policy, _ = split_label(label)
-        settings = self.settings if base_policy(policy) in OUR_KIND else ()
+        settings = self.settings if base_policy(policy) in self.settings_of else ()
         return cell_of(
             label,
             msgspec.structs.replace(self.workload, rate_per_s=rate),
@@ -77,7 +82,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner:
-    """Where runs come from: the pool, the file of what is known, and how much is said."""
+    """Where runs come from: the pool, and the file of what is known.
+
+    Args:
+        keep_rivals: runs of rivals, and capacities, may be of other code than now.
+    """
 
     def __init__(
         self,
@@ -105,54 +114,33 @@ class Runner:
     def _may_be_old(self, task: Task) -> bool:
         if isinstance(task, Cell):
             return self._keep_rivals and base_policy(task.policy) not in OUR_KIND
-        # Else every change of a policy would move the load at which policies are compared.
-        return isinstance(task, CapacityProbe) and self._keep_rivals
+        return self._keep_rivals and isinstance(task, CapacityProbe)
 
 
-class Grid:
-    """The figures of all runs."""
+Key = tuple[str, str, int]
+"""Case, policy, seed."""
 
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        policies: Sequence[str],
-        seeds: Sequence[int],
-        runner: Runner,
-        *,
-        has_bounds: bool = False,
-    ) -> None:
-        self.cases, self.policies, self.seeds = cases, policies, seeds
-        capacities = runner.run([case.probe for case in cases])
-        self.capacity: dict[str, Capacity] = {case.name: capacities[case.probe] for case in cases}
-        cells = {
-            (case.name, policy, seed): case.cell(policy, seed, self.capacity[case.name])
-            for seed in seeds
-            for case in cases
-            for policy in policies
-        }
-        questions = {
-            (case.name, seed, level): question_of(cells[case.name, policies[0], seed], level)
-            for seed in seeds
-            for case in cases
-            for level in LEVELS
-            if has_bounds
-        }
-        found = runner.run([*cells.values(), *questions.values()])
-        self.cells = cells
-        self._figures: dict[tuple[str, str, int], Figures] = {
-            key: found[cell] for key, cell in cells.items()
-        }
-        self._bounds: dict[tuple[str, int, Level], BoundFigure] = {
-            key: found[question] for key, question in questions.items()
-        }
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of all runs, every one of every policy on the same workloads.
+
+    Attributes:
+        capacity: of each case.
+        bounds: most goodput per second that any schedule could have had, by case, seed and
+            level; empty where nobody asked.
+    """
+
+    cases: tuple[Case, ...]
+    policies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    capacity: Mapping[str, Capacity]
+    cells: Mapping[Key, Cell]
+    runs: Mapping[Key, Figures]
+    bounds: Mapping[tuple[str, int, Level], BoundFigure]
 
     def figures(self, case: str, policy: str) -> list[Figures]:
         """One per seed."""
-        return [self._figures[case, policy, seed] for seed in self.seeds]
-
-    def figures_of(self, case: str, policy: str, seed: int) -> Figures:
-        """Of one run."""
-        return self._figures[case, policy, seed]
+        return [self.runs[case, policy, seed] for seed in self.seeds]
 
     def goodput(self, case: str, policy: str, level: Level) -> list[float]:
         """Per second, one per seed."""
@@ -163,18 +151,23 @@ class Grid:
         """Goodput per second."""
         return interval(self.goodput(case, policy, level))
 
-    def ratio(self, case: str, policy: str, level: Level, ours: str = OURS) -> Interval:
-        """Of ours to a policy's goodput, paired by seed."""
-        return ratio(self.goodput(case, ours, level), self.goodput(case, policy, level))
+    def ratio(self, case: str, policy: str, level: Level) -> Interval:
+        """Of gmax to a policy's goodput, paired by seed."""
+        return interval(self.ratios(case, policy, level))
+
+    def ratios(self, case: str, policy: str, level: Level) -> list[float]:
+        """The same, one per seed."""
+        return ratios(self.goodput(case, OURS, level), self.goodput(case, policy, level))
 
     @property
     def has_bounds(self) -> bool:
-        return bool(self._bounds)
+        """Whether upper bounds are there."""
+        return bool(self.bounds)
 
     def share_of_bound(self, case: str, policy: str, level: Level) -> Interval:
         """Of the most that any schedule could have had."""
-        bounds = [self._bounds[case, seed, level].per_s for seed in self.seeds]
-        return ratio(self.goodput(case, policy, level), bounds)
+        most = [self.bounds[case, seed, level].per_s for seed in self.seeds]
+        return interval(ratios(self.goodput(case, policy, level), most))
 
     @property
     def others(self) -> list[str]:
@@ -191,3 +184,40 @@ def is_rival(label: str) -> bool:
     """Whether a policy is one of somebody else's, with fair information."""
     base = base_policy(label.split(":")[0])
     return base not in OUR_KIND and base not in ORACLES
+
+
+def run_grid(
+    cases: Sequence[Case],
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    runner: Runner,
+    *,
+    has_bounds: bool = False,
+) -> Grid:
+    """Measure the capacity of every case, then run everything. Raises ``pool.Failed``."""
+    probed = runner.run([case.probe for case in cases])
+    capacity: dict[str, Capacity] = {case.name: probed[case.probe] for case in cases}
+    # By seed first: a grid that is broken off has some seeds complete.
+    cells = {
+        (case.name, policy, seed): case.cell(policy, seed, capacity[case.name])
+        for seed in seeds
+        for case in cases
+        for policy in policies
+    }
+    questions: dict[tuple[str, int, Level], BoundQuestion] = {
+        (case.name, seed, level): question_of(cells[case.name, policies[0], seed], level)
+        for seed in seeds
+        for case in cases
+        for level in LEVELS
+        if has_bounds
+    }
+    found = runner.run([*cells.values(), *questions.values()])
+    return Grid(
+        cases=tuple(cases),
+        policies=tuple(policies),
+        seeds=tuple(seeds),
+        capacity=capacity,
+        cells=cells,
+        runs={key: found[cell] for key, cell in cells.items()},
+        bounds={key: found[question] for key, question in questions.items()},
+    )

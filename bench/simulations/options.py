@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from bench.simulations.capacity import PROGRAMS
 from bench.simulations.cell import DEFAULT_ANALYST, Engine, Settings
 from bench.simulations.grid import Case
 from bench.workloads import WorkloadSpec, paper_spec
@@ -19,6 +20,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         policies: labels; empty: the experiment's own.
         workload: what every case begins with; its rate does not count.
         settings: of gmax and its kind.
+        traces: paths of files with arrivals.
+        probe_programs: served to measure a capacity.
     """
 
     is_quick: bool = False
@@ -30,6 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     analyst: str = DEFAULT_ANALYST
     settings: Settings = ()
     goodput: tuple[tuple[str, float], ...] = ()
+    traces: tuple[str, ...] = ()
+    probe_programs: int = PROGRAMS
 
     def case(self, name: str, x: float, load: float, **changes: Any) -> Case:
         """A case as the options have it, but for ``changes``.
@@ -49,5 +54,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             analyst=self.analyst,
             settings=settings,
             goodput=self.goodput,
+            probe_programs=self.probe_programs,
         )
         return msgspec.structs.replace(case, **changes)

@@ -45,9 +45,14 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, factor * math.sqrt(variance / num))
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Ours over theirs run by run; both had the same workloads. 0/0 is 1, x/0 infinite."""
-    return interval([_over(our, their) for our, their in zip(ours, theirs, strict=True)])
+    return [_over(our, their) for our, their in zip(ours, theirs, strict=True)]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """The interval of ``ratios``."""
+    return interval(ratios(ours, theirs))
 
 
 def _over(our: float, their: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.simulations.grid import LEVELS, OURS, Grid
+from bench.simulations.grid import LEVELS, ORACLE, OURS, Grid
 from bench.simulations.statistics import ratio
 
 OPERATING_POINT = 1.5
@@ -39,14 +39,8 @@ def of(grid: Grid) -> dict[str, Any]:
 
 def _against_the_possible(grid: Grid, case: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if "gmax-oracle" in grid.policies:
-        gap = (
-            1
-            - ratio(
-                grid.goodput(case, OURS, "token"), grid.goodput(case, "gmax-oracle", "token")
-            ).mean
-        )
-        found["oracle_gap_fraction"] = round(gap, 4)
+    if ORACLE in grid.policies:
+        found["oracle_gap_fraction"] = round(1 - grid.ratio(case, ORACLE, "token").mean, 4)
     if "sarathi" in grid.policies:
         ours, theirs = (
             [one.throughput_per_s for one in grid.figures(case, policy)]
