@@ -11,7 +11,9 @@ from bench.simulations.statistics import Interval
 from scheduler.policies import CANCEL_SUFFIX
 
 WIDTH, HEIGHT = 460, 260
-LEFT, TOP, BOTTOM, LEGEND = 64, 40, 52, 190
+LEFT, TOP, BOTTOM, LEGEND = 76, 40, 52, 190
+NAMES_WIDTH = 64
+"""Characters that fit side by side under the axis; longer names are written aslant."""
 COLOURS: Mapping[str, str] = {
     "gmax": "#d55e00",
     "gmax-oracle": "#e69f00",
@@ -69,7 +71,8 @@ def lines(title: str, x: Axis, y_label: str, series: Series) -> str:
     """A line for each series, through its value at each place of the axis."""
     top = _nice_top(series)
     parts = [_frame(title, x, y_label, top, len(series))]
-    for number, (name, values) in enumerate(series.items()):
+    # The first, which is gmax, on top of the others where they are alike.
+    for number, (name, values) in sorted(enumerate(series.items()), key=lambda one: -one[0]):
         colour, dash = _style(name, number)
         points = [(_x(x.place(i)), _y(value.mean, top)) for i, value in enumerate(values)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
@@ -102,12 +105,14 @@ def bars(title: str, x: Axis, y_label: str, series: Series) -> str:
                 f'height="{TOP + HEIGHT - y:.1f}" fill="{colour}"{opacity}/>'
             )
             parts.append(_whisker(left + bar / 2, value, top, "#333333"))
-        parts.append(_legend(number, name, colour, ""))
+        parts.append(_legend(number, name, colour, opacity.replace("fill", "stroke")))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _frame(title: str, x: Axis, y_label: str, top: float, num_series: int) -> str:
-    height = TOP + max(HEIGHT + BOTTOM, 18 * num_series + 20)
+    is_flat = max((len(name) for name in x.names), default=0) * len(x.names) <= NAMES_WIDTH
+    below = BOTTOM if is_flat else BOTTOM + 6 * max(len(name) for name in x.names)
+    height = TOP + max(HEIGHT + below, 18 * num_series + 20)
     middle = TOP + HEIGHT / 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + LEGEND}" '
@@ -116,8 +121,8 @@ def _frame(title: str, x: Axis, y_label: str, top: float, num_series: int) -> st
         f'<text x="{LEFT}" y="22" font-size="14">{escape(title)}</text>',
         f'<text x="16" y="{middle}" text-anchor="middle" '
         f'transform="rotate(-90 16 {middle})">{escape(y_label)}</text>',
-        f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 42}" text-anchor="middle">'
-        f"{escape(x.label)}</text>",
+        f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + below - 10}" '
+        f'text-anchor="middle">{escape(x.label)}</text>',
     ]
     for step in range(6):
         value = top * step / 5
@@ -126,12 +131,18 @@ def _frame(title: str, x: Axis, y_label: str, top: float, num_series: int) -> st
             f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>'
         )
-    parts += [
-        f'<text x="{_x(place):.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{escape(text)}'
-        "</text>"
-        for place, text in x.ticks()
-    ]
+    parts += [_tick(_x(place), text, is_flat=is_flat) for place, text in x.ticks()]
     return "\n".join(parts)
+
+
+def _tick(x: float, text: str, *, is_flat: bool) -> str:
+    y = TOP + HEIGHT + 18
+    where = (
+        'text-anchor="middle"'
+        if is_flat
+        else f'text-anchor="end" transform="rotate(-35 {x:.1f} {y})"'
+    )
+    return f'<text x="{x:.1f}" y="{y}" {where}>{escape(text)}</text>'
 
 
 def _style(name: str, number: int) -> tuple[str, str]:

@@ -143,6 +143,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         paper="within 3 % to 9 % of the oracle with the paper's forecasts; without the Request "
         "Analyzer noticeably less",
         cases=cases.by_analyst,
+        views=(tables.beside("known"), tables.goodput),
         policies=(OURS, "gmax-paper", "ltr", "ltr+cancel"),
         quick_policies=(OURS, "gmax-paper", "ltr+cancel"),
     ),
@@ -150,6 +151,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         title="Goodput by the length of a frame",
         paper="50 steps, without an experiment in the evaluation",
         cases=cases.by_frame,
+        views=(tables.beside("50 steps"),),
         policies=(OURS,),
         quick_policies=(OURS,),
         draw=drawings.by_case("decode steps of a frame"),
@@ -160,6 +162,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         paper="p is adapted to what maximises goodput; 0.95 by default, without an experiment in "
         "the evaluation",
         cases=cases.by_cutoff,
+        views=(tables.beside("adapted"), tables.goodput),
         policies=(OURS, "gmax-paper"),
         quick_policies=(OURS, "gmax-paper"),
         say=words.extremes,
@@ -168,6 +171,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         title="Goodput by both deltas: worth of waiting, and the margin to displace",
         paper="10 % to displace (appendix), without an experiment in the evaluation",
         cases=cases.by_delta,
+        views=(tables.beside("as shipped"),),
         policies=(OURS,),
         quick_policies=(OURS,),
         say=words.extremes,

@@ -57,6 +57,26 @@ def _goodput_cells(grid: Grid, case: str, policy: str) -> list[str]:
     return cells
 
 
+def beside(reference: str) -> Callable[[Grid], Table]:
+    """Of each policy in each case, over the same policy in the case of that name."""
+
+    def table(grid: Grid) -> Table:
+        rows = []
+        for policy in grid.policies:
+            for case in grid.cases:
+                cells: list[Any] = [policy, case.name]
+                for level in LEVELS:
+                    ours = grid.goodput(case.name, policy, level)
+                    theirs = grid.goodput(reference, policy, level)
+                    cells += [interval(ours).text(), ratio(ours, theirs).text()]
+                rows.append(cells)
+        over = f"over {reference}"
+        headers = ["policy", "case", "token/s", over, "request/s", over]
+        return Table(headers, rows, GOODPUT[:2])
+
+    return table
+
+
 def engine(grid: Grid) -> Table:
     """What the engines did under each policy, and what planning took."""
     rows = [
