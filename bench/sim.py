@@ -17,8 +17,15 @@ from typing import Any
 import msgspec
 
 from bench import goodput, report
-from bench.simulations import capacity, figures, summary, tables
-from bench.simulations.cell import DEFAULT_ANALYST, STUDY_STEPS, Engine, parse_settings, split_label
+from bench.simulations import analysts, capacity, figures, summary, tables
+from bench.simulations.cell import (
+    DEFAULT_ANALYST,
+    STUDY_STEPS,
+    Engine,
+    parse_settings,
+    split_label,
+    steps_of,
+)
 from bench.simulations.charts import Chart
 from bench.simulations.experiments import EXPERIMENTS, Experiment
 from bench.simulations.grid import Grid, Runner, run_grid
@@ -124,8 +131,11 @@ def _options(args: argparse.Namespace) -> Options:
     window_s, num_seeds = QUICK if args.quick else FULL
     window_s, num_seeds = args.window or window_s, args.seeds or num_seeds
     policies = tuple(args.policies.split(",")) if args.policies else ()
+    # Whatever is wrong is said before anything is measured.
     for label in policies:
         split_label(label)
+    analysts.check(args.analyst)
+    steps_of(args.engine)
     return Options(
         is_quick=args.quick,
         seeds=tuple(range(args.seed, args.seed + num_seeds)),

@@ -22,11 +22,21 @@ CHOICES = "noisy:SIGMA, known, none or real"
 """For people."""
 
 
-def analysts_of(name: str, seed: int) -> tuple[LengthAnalyst, ProgramAnalyst]:
-    """Fresh ones for a run. Raises ValueError that says what a name may be."""
+def check(name: str) -> None:
+    """Raise ValueError that says what a name may be, unless it is one."""
     kind, _, sigma = name.partition(":")
     if kind == "noisy":
-        return NoisyLengths(float(sigma), seed), ProgramHabits()
+        try:
+            NoisyLengths(float(sigma), 0)
+        except ValueError as error:
+            raise ValueError(f"analyst must be {CHOICES}, got {name!r}") from error
+    elif name not in ("known", "none", "real"):
+        raise ValueError(f"analyst must be {CHOICES}, got {name!r}")
+
+
+def analysts_of(name: str, seed: int) -> tuple[LengthAnalyst, ProgramAnalyst]:
+    """Fresh ones for a run. Raises ValueError that says what a name may be."""
+    check(name)
     if name == "known":
         return KnownLengths(), KnownPrograms()
     if name == "none":
@@ -36,4 +46,4 @@ def analysts_of(name: str, seed: int) -> tuple[LengthAnalyst, ProgramAnalyst]:
         from bench.simulations.real import RealLengths, RealPrograms
 
         return RealLengths(seed), RealPrograms()
-    raise ValueError(f"analyst must be {CHOICES}, got {name!r}")
+    return NoisyLengths(float(name.partition(":")[2]), seed), ProgramHabits()
