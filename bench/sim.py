@@ -18,6 +18,7 @@ import msgspec
 
 from bench import goodput, report
 from bench.simulations import analysts, capacity, figures, summary, tables
+from bench.simulations.cases import OPERATING_POINT
 from bench.simulations.cell import (
     DEFAULT_ANALYST,
     STUDY_STEPS,
@@ -111,7 +112,13 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", action="append", default=[], metavar="PATH", help="arrivals, for burst"
     )
     goodput.add_argument(parser)
-    parser.add_argument("--bounds", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument(
+        "--bounds",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the most that any schedule could have had, of every case (minutes each); by default "
+        "of the table's operating point",
+    )
     parser.add_argument(
         "--keep-rivals",
         action="store_true",
@@ -159,13 +166,11 @@ def _grid(args: argparse.Namespace, experiment: Experiment, options: Options) ->
         keep_rivals=args.keep_rivals,
     )
     own = experiment.quick_policies if options.is_quick else experiment.policies
-    return run_grid(
-        experiment.cases(options),
-        options.policies or own,
-        options.seeds,
-        runner,
-        has_bounds=experiment.has_bounds if args.bounds is None else args.bounds,
-    )
+    cases = experiment.cases(options)
+    bounded = [case.name for case in cases if args.bounds]
+    if args.bounds is None and experiment.has_bounds:
+        bounded = [case.name for case in cases if case.load == OPERATING_POINT]
+    return run_grid(cases, options.policies or own, options.seeds, runner, bounded=bounded)
 
 
 def _print(experiment: Experiment, grid: Grid) -> None:

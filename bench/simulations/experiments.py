@@ -35,7 +35,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
         views: its tables.
         draw: its charts.
         say: our numbers in a line.
-        has_bounds: whether the upper bounds are asked for, too.
+        has_bounds: whether the upper bounds at the operating point are asked for, too.
     """
 
     title: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -159,10 +159,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """The same, one per seed."""
         return ratios(self.goodput(case, OURS, level), self.goodput(case, policy, level))
 
-    @property
-    def has_bounds(self) -> bool:
-        """Whether upper bounds are there."""
-        return bool(self.bounds)
+    def is_bounded(self, case: str) -> bool:
+        """Whether its upper bounds are there."""
+        return any(name == case for name, _, _ in self.bounds)
 
     def share_of_bound(self, case: str, policy: str, level: Level) -> Interval:
         """Of the most that any schedule could have had."""
@@ -192,9 +191,15 @@ def run_grid(
     seeds: Sequence[int],
     runner: Runner,
     *,
-    has_bounds: bool = False,
+    bounded: Collection[str] = (),
 ) -> Grid:
-    """Measure the capacity of every case, then run everything. Raises ``pool.Failed``."""
+    """Measure the capacity of every case, then run everything.
+
+    Args:
+        bounded: names of the cases whose upper bounds are wanted.
+
+    Raises ``pool.Failed``.
+    """
     probed = runner.run([case.probe for case in cases])
     capacity: dict[str, Capacity] = {case.name: probed[case.probe] for case in cases}
     # By seed first: a grid that is broken off has some seeds complete.
@@ -209,7 +214,7 @@ def run_grid(
         for seed in seeds
         for case in cases
         for level in LEVELS
-        if has_bounds
+        if case.name in bounded
     }
     found = runner.run([*cells.values(), *questions.values()])
     return Grid(

@@ -10,11 +10,15 @@ from typing import Any
 
 import msgspec
 
+from bench.simulations.bounds import BoundQuestion
+from bench.simulations.capacity import CapacityProbe
 from bench.simulations.progress import Progress
 from bench.simulations.tasks import Outcome, Task, code_of, key_of, outcome_type, run
 from core.clock import MonotonicClock
 
 Raw = dict[str, Any]
+BOUND_WEIGHT = 4.0
+"""A bound takes about so much longer than a run of the same workload."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -129,8 +133,11 @@ def weights_of(tasks: Sequence[Task]) -> float:
 
 
 def weight_of(task: Task) -> float:
-    """How much work it is, about: the programs that arrive."""
-    return task.workload.rate_per_s * task.workload.window_s + 50.0
+    """How much work it is, about: the programs that arrive, or are served."""
+    if isinstance(task, CapacityProbe):
+        return float(task.programs)
+    num = task.workload.rate_per_s * task.workload.window_s
+    return BOUND_WEIGHT * num if isinstance(task, BoundQuestion) else num
 
 
 def _outcomes(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Outcome, float]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.simulations.cases import OPERATING_POINT
 from bench.simulations.grid import LEVELS, ORACLE, OURS, Grid
 from bench.simulations.statistics import ratio
-
-OPERATING_POINT = 1.5
 
 
 def of(grid: Grid) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def _against_the_possible(grid: Grid, case: str) -> dict[str, Any]:
             for policy in (OURS, "sarathi")
         )
         found["throughput_ratio_vs_sarathi"] = round(ratio(ours, theirs).mean, 4)
-    if grid.has_bounds:
+    if grid.is_bounded(case):
         for level in LEVELS:
             key = "upper_bound_share" + ("" if level == "token" else f"_{level}")
             found[key] = round(grid.share_of_bound(case, OURS, level).mean, 4)

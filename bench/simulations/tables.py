@@ -38,7 +38,7 @@ def goodput(grid: Grid) -> Table:
             name = f"{policy} *{marks}" if marks else policy
             rows.append([case.name, name, *_goodput_cells(grid, case.name, policy)])
     headers = ["case", "policy", "token/s", "gmax/this", "request/s", "gmax/this", "SLO met"]
-    if grid.has_bounds:
+    if grid.bounds:
         headers += ["of bound, token", "of bound, request"]
     title = "*T, *R: the best rival in tokens, in requests." if grid.others else ""
     return Table(headers, rows, GOODPUT, title)
@@ -52,8 +52,11 @@ def _goodput_cells(grid: Grid, case: str, policy: str) -> list[str]:
         cells.append(grid.ratio(case, policy, level).text() if has_ours else "-")
     attained = [figures.attainment for figures in grid.figures(case, policy)]
     cells.append(f"{100 * interval(attained).mean:.1f} %")
-    if grid.has_bounds:
-        cells += [grid.share_of_bound(case, policy, level).text() for level in LEVELS]
+    if grid.bounds:
+        cells += [
+            grid.share_of_bound(case, policy, level).text() if grid.is_bounded(case) else "-"
+            for level in LEVELS
+        ]
     return cells
 
 

@@ -18,12 +18,16 @@ from bench.simulations.options import Options
 from bench.simulations.play import play
 from bench.simulations.pool import Cache, Failed, run_all
 from bench.simulations.progress import Progress
+from bench.simulations.real import RealPrograms
 from bench.simulations.statistics import interval, ratio
 from bench.workloads import ClassShares, build, paper_spec
 from core.clock import ManualClock
+from core.slo import CompoundSlo
+from engine.simulator.analysts import Pace
 from engine.simulator.outcome import CallOutcome, EngineCounts, ProgramOutcome, SimResult
 from engine.simulator.shape import EngineShape
 from engine.simulator.steps import LinearSteps
+from engine.simulator.workload import SimCall, SimProgram, SimStage
 from scheduler.policies import gmax
 
 TINY = paper_spec(2.0, 10.0, shares=ClassShares(compound=0))
@@ -360,6 +364,41 @@ def test_the_load_up_to_which_most_is_met():
 def test_quarters_of_a_window():
     assert tables.in_quarters([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.5, 3.5, 5.5, 7.5]
     assert tables.in_quarters([1.0]) == [1.0] * 4
+
+
+# The project's own analysts.
+
+
+def test_the_real_matcher_foresees_what_it_has_seen():
+    stages = tuple(
+        SimStage(calls=(SimCall(input_tokens=50, output_tokens=tokens, role=role),), tool_s=1.0)
+        for role, tokens in (("plan", 20), ("act", 200), ("write", 400))
+    )
+    analyst, pace = RealPrograms(), Pace(0.02, 1e-4)
+    for index in range(5):
+        arrival_s = 100.0 * index
+        program = SimProgram(
+            arrival_s=arrival_s,
+            application="agent",
+            slo=CompoundSlo(60.0, str(index)),
+            stages=stages,
+        )
+        first = analyst.stage_began(index, program, 0, arrival_s, pace)
+        assert (first is None) == (index == 0)
+        between = analyst.stage_ended(index, program, 0, arrival_s + 1, pace)
+        for stage in (1, 2):
+            analyst.stage_began(index, program, stage, arrival_s + 2 * stage, pace)
+            if stage == 1:
+                analyst.stage_ended(index, program, stage, arrival_s + 3, pace)
+        analyst.ended(index, program, is_complete=True)
+    assert first.future_output_tokens == pytest.approx(600, rel=0.2)
+    assert arrival_s < first.stage_due_s < arrival_s + 60.0
+    assert between.next_call_s == pytest.approx(arrival_s + 2.0, abs=0.5)
+
+
+def test_the_real_forest_learns_from_what_ends():
+    found = play(cell_of("gmax", TINY, 1, Engine(), "real"))
+    assert found.attainment > 0.5
 
 
 # End to end.
