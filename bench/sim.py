@@ -35,6 +35,7 @@ from bench.simulations.pool import Cache, Failed
 from bench.simulations.progress import Progress
 from bench.workloads import paper_spec
 from engine.demo_model import cache_dir
+from engine.simulator.shape import EngineShape
 
 FULL = (3600.0, 5)
 """Window in seconds, and seeds."""
@@ -105,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", default=STUDY_STEPS, help="MODEL@GPU, MODEL@GPUxN or a CSV of steps"
     )
+    parser.add_argument("--batch", type=int, default=None, help="requests that run together")
+    parser.add_argument("--requests", default="", help="trace whose lengths single requests have")
+    parser.add_argument("--calls", default="", help="log of call graphs that programs have")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of gmax's SchedulerConfig"
     )
@@ -143,13 +147,14 @@ def _options(args: argparse.Namespace) -> Options:
         split_label(label)
     analysts.check(args.analyst)
     steps_of(args.engine)
+    shape = EngineShape() if args.batch is None else EngineShape(max_batch=args.batch)
     return Options(
         is_quick=args.quick,
         seeds=tuple(range(args.seed, args.seed + num_seeds)),
         policies=policies,
         loads=tuple(float(load) for load in args.loads.split(",") if load),
-        workload=paper_spec(1.0, window_s),
-        engine=Engine(steps=args.engine),
+        workload=paper_spec(1.0, window_s, requests=args.requests, calls=args.calls),
+        engine=Engine(steps=args.engine, shape=shape),
         analyst=args.analyst,
         settings=parse_settings(args.set),
         goodput=tuple(goodput.parse(args.goodput).items()),
