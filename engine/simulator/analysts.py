@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from core.slo import CompoundSlo
 from engine.simulator.job import Job
-from engine.simulator.workload import SimProgram, SimStage
+from engine.simulator.workload import SimProgram, SimStage, check_seconds
 from graphs.amortise import Amortisation, stage_due_s
 from scheduler.programs import ProgramOutlook
 from scheduler.table import NUM_POINTS
@@ -115,6 +115,7 @@ class NoisyLengths(UnawareOfLengths):
     def __init__(self, sigma: float, seed: int, *, latency_s: float = 0.002) -> None:
         if not (math.isfinite(sigma) and sigma >= 0):
             raise ValueError(f"sigma must be a number, 0 or more, got {sigma!r}")
+        check_seconds("latency_s", latency_s)
         self._sigma = sigma
         self._rng = np.random.default_rng((seed, 71))
         self.latency_s = latency_s
@@ -206,9 +207,9 @@ class KnownPrograms:
     def stage_began(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
     ) -> ProgramOutlook:
-        return outlook_of(
-            ahead_of(program.stages[stage + 1 :]), program.stages[stage], program, now_s, pace
-        )
+        ahead, live = ahead_of(program.stages[stage + 1 :]), program.stages[stage]
+        longest = float(max(call.output_tokens for call in live.calls))
+        return outlook_of(ahead, live, longest, program, now_s, pace)
 
     def stage_ended(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
@@ -225,6 +226,7 @@ class ProgramHabits:
     _RECENT = 64.0
 
     def __init__(self, *, latency_s: float = 0.001) -> None:
+        check_seconds("latency_s", latency_s)
         self.latency_s = latency_s
         self._known: dict[tuple[str, int], NDArray[np.float64]] = {}
         """By application and stage: a count, then the sums of ``Ahead``."""
@@ -238,7 +240,7 @@ class ProgramHabits:
         if ahead is None:
             return None
         longest = self._stage[program.application, stage]
-        return outlook_of(ahead, longest, program, now_s, pace)
+        return outlook_of(ahead, program.stages[stage], longest, program, now_s, pace)
 
     def stage_ended(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
@@ -263,6 +265,11 @@ class ProgramHabits:
         return None if known is None else Ahead(*(known[1:] / known[0]).tolist())
 
 
+def _new_tokens(stage: SimStage) -> int:
+    """Of its prompts, those that no earlier text is expected to hold."""
+    return sum(call.input_tokens - call.prefix_tokens for call in stage.calls)
+
+
 def ahead_of(stages: Sequence[SimStage]) -> Ahead:
     """What ``stages`` amount to."""
     calls = [call for stage in stages for call in stage.calls]
@@ -270,7 +277,7 @@ def ahead_of(stages: Sequence[SimStage]) -> Ahead:
     return Ahead(
         float(len(stages)),
         float(sum(call.input_tokens for call in calls)),
-        float(sum(call.input_tokens - call.prefix_tokens for call in calls)),
+        float(sum(_new_tokens(stage) for stage in stages)),
         float(sum(call.output_tokens for call in calls)),
         float(sum(max(call.output_tokens for call in stage.calls) for stage in stages)),
         sum(stage.tool_s for stage in stages),
@@ -280,12 +287,19 @@ def ahead_of(stages: Sequence[SimStage]) -> Ahead:
 
 
 def outlook_of(
-    ahead: Ahead, live: SimStage | float, program: SimProgram, now_s: float, pace: Pace
+    ahead: Ahead,
+    live: SimStage,
+    longest: float,
+    program: SimProgram,
+    now_s: float,
+    pace: Pace,
 ) -> ProgramOutlook:
-    """In the scheduler's words, with the live stage's share of what is left of the deadline."""
-    longest = (
-        live if isinstance(live, float) else float(max(call.output_tokens for call in live.calls))
-    )
+    """In the scheduler's words, with the live stage's share of what is left of the deadline.
+
+    Args:
+        live: whose calls have just arrived, so that their prompts are known.
+        longest: tokens of the longest answer in it.
+    """
     due_s = None
     if isinstance(program.slo, CompoundSlo):
         later_s = ahead.stage_tokens * pace.step_s + ahead.tool_s
@@ -296,7 +310,7 @@ def outlook_of(
             deadline_at_s=program.arrival_s + program.slo.deadline_s,
             started_s=now_s,
             before_s=now_s - program.arrival_s,
-            stage_s=longest * pace.step_s,
+            stage_s=longest * pace.step_s + _new_tokens(live) * pace.prefill_s,
             later_s=later_s,
         )
     return ProgramOutlook(

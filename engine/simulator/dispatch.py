@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from core.names import name_hash
+from core.slo import BestEffortSlo, OnMiss, RequestTerms, deadline_at_s
 from engine.simulator.job import Job
 from engine.simulator.replica import Replica
 from scheduler.config import SchedulerConfig
+from scheduler.planner import REASON_DEADLINE, REASON_WAITING_TIME
 from scheduler.replicas import PowerOfK, ReplicaOffer, Sampler
 
 
@@ -28,6 +31,39 @@ class Dispatcher(Protocol):
     def waiting(self) -> list[Job]:
         """Calls without a replica."""
         ...
+
+
+@runtime_checkable
+class Queue(Dispatcher, Protocol):
+    """Keeps calls as a server would: their time runs while they wait here.
+
+    A dispatcher without it is a door of the experiment's own (a closed loop), and patience
+    begins behind it.
+    """
+
+    def withdraw(self, job: Job) -> None:
+        """A call that waits here is over."""
+        ...
+
+
+def patience(terms: RequestTerms, *, cancels_expired: bool) -> tuple[float, str] | None:
+    """Until when a call waits to be scheduled, and the reason of its drop; None: for ever.
+
+    As ``FrameManager`` has it.
+
+    Args:
+        cancels_expired: whether the policy gives up whatever is late.
+    """
+    waiting_s = math.inf
+    if terms.waiting_time_s is not None:
+        waiting_s = terms.arrival_s + terms.waiting_time_s
+    due_s = math.inf
+    is_cancelled_late = terms.on_miss is OnMiss.CANCEL or cancels_expired
+    if is_cancelled_late and not isinstance(terms.slo, BestEffortSlo):
+        due_s = deadline_at_s(terms)
+    if math.isinf(min(waiting_s, due_s)):
+        return None
+    return (due_s, REASON_DEADLINE) if due_s <= waiting_s else (waiting_s, REASON_WAITING_TIME)
 
 
 class _AtOnce:
@@ -73,15 +109,31 @@ class ByProgram(_AtOnce):
         return name_hash(str(job.program)) % len(replicas)
 
 
+class _AmongFitting:
+    """Draws only replicas that have the KV for a call."""
+
+    def __init__(self, rng: Sampler) -> None:
+        self._rng = rng
+        self.fitting: frozenset[int] = frozenset()
+
+    def sample(self, population: Sequence[int], k: int) -> list[int]:
+        among = [index for index in population if index in self.fitting]
+        return self._rng.sample(among, min(k, len(among)))
+
+
 class PowerOfKDispatch:
     """The project's own: dummies on K replicas, bound as late as possible."""
 
     def __init__(self, num_replicas: int, k: int, config: SchedulerConfig, rng: Sampler) -> None:
-        self._queue = PowerOfK(num_replicas, k, config, rng)
+        self._sampler = _AmongFitting(rng)
+        self._queue = PowerOfK(num_replicas, k, config, self._sampler)
         self._jobs: dict[str, Job] = {}
 
     def route(self, job: Job, replicas: Sequence[Replica], now_s: float) -> None:
         self._jobs[job.key] = job
+        self._sampler.fitting = frozenset(
+            replica.index for replica in replicas if replica.can_hold(job.call)
+        )
         self._queue.arrive(
             job.key,
             job.terms,
@@ -111,3 +163,7 @@ class PowerOfKDispatch:
 
     def waiting(self) -> list[Job]:
         return list(self._jobs.values())
+
+    def withdraw(self, job: Job) -> None:
+        del self._jobs[job.key]
+        self._queue.withdraw(job.key)

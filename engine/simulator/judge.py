@@ -112,7 +112,8 @@ class Judge:
                 on_time = sum(call.on_time_tokens for call in self._of[index])
                 return worst_s, is_complete and worst_s is not None and worst_s <= 0, on_time
             case DeadlineSlo(deadline_s) | CompoundSlo(deadline_s):
-                late_s = last_s - program.arrival_s - deadline_s
+                # By the arithmetic of ``core.slo``: just in time must not depend on rounding.
+                late_s = last_s - (program.arrival_s + deadline_s)
                 met = is_complete and late_s <= 0
                 tokens = program.input_tokens + program.output_tokens
                 return (late_s if is_complete else None), met, tokens if met else 0

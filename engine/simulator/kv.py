@@ -25,6 +25,8 @@ class _Text:
 class KvPool:
     """Counts tokens: of live requests, of cached texts in use, and of those that may go.
 
+    Whoever uses a text holds the whole of it, and of what it continues.
+
     Args:
         total_tokens: that fit.
         has_cache: whether texts are kept for later prompts at all.
@@ -59,21 +61,34 @@ class KvPool:
         text = self._texts.get(call.prefix)
         return 0 if text is None else min(text.tokens, call.prefix_tokens, call.input_tokens - 1)
 
-    def begin(self, call: SimCall, tokens: int) -> int:
-        """A request takes its place with so many tokens beside its cached prefix.
+    def fits(self, call: SimCall, tokens: int) -> bool:
+        """Whether a request has room for a context of so many tokens, its cached prefix in use."""
+        return self._needed(call, self.cached(call), tokens) <= self.available_tokens
 
-        Returns the tokens that are cached. Raises ValueError where it does not fit.
+    def begin(self, call: SimCall, tokens: int, *, uses_cache: bool = True) -> int:
+        """A request takes its place with a context of so many tokens.
+
+        Returns how many of them are cached. Raises ValueError where it does not fit.
         """
-        hit = self.cached(call)
+        hit = self.cached(call) if uses_cache else 0
+        need = self._needed(call, hit, tokens)
+        if need > self.available_tokens:
+            raise ValueError(f"{need} tokens do not fit into {self.available_tokens}")
         if hit:
             self._use(call.prefix)
-        need = tokens - hit
-        if need > self.available_tokens:
-            if hit:
-                self._unuse(call.prefix)
-            raise ValueError(f"{need} tokens do not fit into {self.available_tokens}")
-        self.grow(need)
+        self.grow(tokens - hit)
         return hit
+
+    def _needed(self, call: SimCall, hit: int, tokens: int) -> int:
+        """Tokens that are available no longer once it has begun."""
+        need = tokens - hit
+        name = call.prefix if hit else 0
+        while name:
+            text = self._texts[name]
+            # What nobody uses is free for the asking, but not for whom it is to serve.
+            need += 0 if text.num_users else text.own_tokens
+            name = text.parent
+        return need
 
     def grow(self, tokens: int) -> None:
         """Live requests take more. Raises ValueError where it does not fit."""
@@ -102,6 +117,14 @@ class KvPool:
                 text.tokens, text.own_tokens = shared, text.own_tokens + shared - known
                 self._used_tokens += shared - known
         return shared
+
+    def detach(self, call: SimCall, hit: int) -> None:
+        """A request holds its prefix of ``hit`` tokens by itself from now on: the text may go.
+
+        For one that is alone: then its context fits.
+        """
+        self._unuse(call.prefix)
+        self.grow(hit)
 
     def give_up(self, call: SimCall, hit: int, tokens: int) -> None:
         """A request loses its KV of so many tokens, of which ``hit`` are a cached prefix."""
@@ -133,6 +156,7 @@ class KvPool:
         self._touch(call.leaves)
 
     def _use(self, name: int) -> None:
+        # Not among the first that ``_evict`` looks at.
         self._touch(name)
         while name:
             text = self._texts[name]
@@ -143,6 +167,7 @@ class KvPool:
             name = text.parent
 
     def _unuse(self, name: int) -> None:
+        self._touch(name)
         while name:
             text = self._texts[name]
             text.num_users -= 1

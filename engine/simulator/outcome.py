@@ -37,6 +37,7 @@ class CallOutcome(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int
     num_parks: int
     replica: int
+    """-1: it ended in front of them."""
 
 
 class ProgramOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +67,9 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica did."""
 
     steps: int
+    """That were over; so with the tokens."""
     busy_s: float
+    """Of a step under way at the end its time up to then."""
     decode_tokens: int
     prefill_tokens: int
     """Computed again after a preemption included."""
@@ -86,6 +89,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     window_s: float
     end_s: float
+    """When the last call ended; if some had not, when the simulation was over."""
     programs: tuple[ProgramOutcome, ...]
     calls: tuple[CallOutcome, ...]
     replicas: tuple[EngineCounts, ...]

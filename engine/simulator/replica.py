@@ -18,6 +18,7 @@ from engine.simulator.lanes import Ints, Lanes
 from engine.simulator.outcome import EngineCounts
 from engine.simulator.shape import EngineShape
 from engine.simulator.steps import Step, StepTime
+from engine.simulator.workload import SimCall
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.plan import EngineCapacity, FramePlan
@@ -69,6 +70,8 @@ class Replica:
         """Lanes of ``_decoding``; None: to be made again."""
         self._was_prefill = False
         self._step: _Running | None = None
+        self._began_s = 0.0
+        """When ``_step`` did."""
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._busy_s = 0.0
 
@@ -86,6 +89,10 @@ class Replica:
     @property
     def num_decoding(self) -> int:
         return len(self._decoding)
+
+    def can_hold(self, call: SimCall) -> bool:
+        """Whether a call fits where it is alone."""
+        return call.input_tokens + call.output_tokens <= self._shape.kv_tokens
 
     def arrive(self, job: Job) -> None:
         """A call is here."""
@@ -128,15 +135,16 @@ class Replica:
             step = self._next_step(now_s)
         if step is None:
             return None
-        self._step = step
-        self._busy_s += step.duration_s
-        self._counts["steps"] += 1
+        self._step, self._began_s = step, now_s
         return now_s + step.duration_s
 
     def finish(self, now_s: float, ended: list[Ended]) -> None:
         """The step is over: report what it gave."""
         running, self._step = self._step, None
         assert running is not None, "no step is under way"
+        self._busy_s += running.duration_s
+        self._counts["steps"] += 1
+        self._counts["prefill_tokens"] += running.step.prefill_tokens
         self._observe(running)
         emitted = list(running.decoded)
         done: list[Job] = []
@@ -154,7 +162,7 @@ class Replica:
             self._end(job, RequestState.FINISHED, None, ended)
 
     def counts(self) -> EngineCounts:
-        """What it has done so far."""
+        """What it has done so far, in steps that are over."""
         counts = self._counts
         return EngineCounts(
             steps=counts["steps"],
@@ -177,8 +185,15 @@ class Replica:
         jobs = list(self._decoding.values())
         return list(zip(jobs, self.lanes.generated[self._lanes()].tolist(), strict=True))
 
-    def live(self) -> list[Job]:
-        """Calls that have not ended, with their figures."""
+    def close(self, now_s: float) -> list[Job]:
+        """The simulation is over: the calls that have not ended, with their figures.
+
+        Final: nothing can run here afterwards. Of a step under way only its time up to now
+        counts.
+        """
+        if self._step is not None:
+            # At most what there was: a sum of durations is not exact.
+            self._busy_s = min(self._busy_s + now_s - self._began_s, now_s)
         for job in self._jobs.values():
             if job.lane >= 0:
                 self.lanes.leave(job)
@@ -228,13 +243,25 @@ class Replica:
 
     def _preempt(self, job: Job) -> None:
         """It loses its KV and waits again."""
+        cached = job.hit_tokens
         held = self._let_go(job)
-        swap_s = self._shape.swap_token_s
-        recompute_s = self._steps.seconds(Step(0, 0, 0, held, 0)) / max(held, 1)
-        job.is_swapped = swap_s is not None and job.generated > 0 and swap_s < recompute_s
+        job.is_swapped = job.generated > 0 and self._is_swap_cheaper(held, cached)
         job.computed_tokens = 0
         job.num_preemptions += 1
         self.frames.preempted(job.key)
+
+    def _is_swap_cheaper(self, held: int, cached: int) -> bool:
+        """Whether a context comes back sooner from host memory than by computing it.
+
+        Both take a step: one computes all but what is cached, the other the last token alone.
+        """
+        swap_s = self._shape.swap_token_s
+        if swap_s is None:
+            return False
+        whole = Step(0, 0, 0, held - cached, _pairs(held - cached, cached))
+        last = Step(0, 0, 0, 1, _pairs(1, held - 1))
+        swapped_s = self._steps.seconds(last) + (held - 1 - cached) * swap_s
+        return swapped_s < self._steps.seconds(whole)
 
     def _let_go(self, job: Job) -> int:
         """Take its KV and its place; the tokens that it held."""
@@ -273,8 +300,8 @@ class Replica:
             is_prompt = self.frames.may_prefill(now_s, num_decoding, was_prefill=self._was_prefill)
         self._was_prefill = is_prompt
         mixes = self._shape.mixes_chunks or not is_prompt
-        if mixes and num_decoding:
-            self._relieve_pressure(now_s)
+        if num_decoding or is_prompt:
+            self._relieve_pressure(now_s, decodes=mixes and num_decoding > 0)
         lanes = self._lanes() if mixes else _NOBODY
         if not (is_prompt and self._prompts) and not lanes.size:
             return None
@@ -301,12 +328,14 @@ class Replica:
     def _take(self, job: Job) -> bool:
         """KV for its whole context, and for the frame that it is about to run."""
         ahead = min(job.call.max_output_tokens - job.generated, self.frames.config.frame_steps)
-        need = job.context_tokens - self._pool.cached(job.call)
-        room = self._pool.available_tokens
-        # Alone it may have what there is: it ends, or gives way, when it is used up.
-        if need + ahead > room and not (self._is_alone() and need < room):
-            return False
-        job.hit_tokens = self._pool.begin(job.call, job.context_tokens)
+        tokens, uses_cache = job.context_tokens, True
+        if not self._pool.fits(job.call, tokens + ahead):
+            if not self._is_alone():
+                return False
+            # Alone it may have what there is: it ends, or gives way, when it is used up. Should
+            # a text of which it uses only a part leave no room, it does without that text.
+            uses_cache = self._pool.fits(job.call, tokens + 1)
+        job.hit_tokens = self._pool.begin(job.call, tokens, uses_cache=uses_cache)
         job.computed_tokens = job.hit_tokens
         self._counts["cached_tokens"] += job.hit_tokens
         return True
@@ -314,16 +343,33 @@ class Replica:
     def _is_alone(self) -> bool:
         return not (self._decoding or self._prompts or self._parked)
 
-    def _relieve_pressure(self, now_s: float) -> None:
-        """Before a step that does not fit give up the KV that the policy values least."""
-        if self._pool.available_tokens >= len(self._decoding) + len(self._prompts):
+    def _relieve_pressure(self, now_s: float, *, decodes: bool) -> None:
+        """Before a step that does not fit give up the KV that the policy values least.
+
+        Args:
+            decodes: whether it has decodes in it; else it is of prompts alone.
+        """
+        if self._pool.available_tokens >= self._step_tokens(decodes=decodes):
             return
+        last = None
         for key in self.frames.victims(now_s, self.capacity()):
-            need = len(self._decoding) + len(self._prompts)
-            is_last = len(self._decoding) == 1 and key in self._decoding
-            if is_last or self._pool.available_tokens >= need:
+            if self._pool.available_tokens >= self._step_tokens(decodes=decodes):
                 return
-            self._preempt(self._jobs[key])
+            job = self._jobs[key]
+            runs = key in self._decoding if decodes else job in self._prompts
+            if runs and len(self._decoding if decodes else self._prompts) == 1:
+                # Somebody must go on, and the others, wherever they come, give way to it.
+                last = job
+            else:
+                self._preempt(job)
+        if last is not None and last.hit_tokens and not self._pool.available_tokens:
+            # All the rest is gone: what is left of the pool is a text longer than its prefix.
+            self._pool.detach(last.call, last.hit_tokens)
+            last.hit_tokens = 0
+
+    def _step_tokens(self, *, decodes: bool) -> int:
+        """KV that the next step takes at most: a token for each decode and each prompt."""
+        return len(self._prompts) + (len(self._decoding) if decodes else 0)
 
     def _lanes(self) -> Ints:
         if self._batch is None:
@@ -338,7 +384,6 @@ class Replica:
         tokens, pairs, swap_s, computed = self._chunk() if is_prompt else (0, 0, 0.0, [])
         step = Step(int(lanes.size), context_tokens, padding, tokens, pairs)
         decoded = list(self._decoding.values()) if lanes.size else []
-        self._counts["prefill_tokens"] += tokens
         # Each of these will have one token more.
         self._pool.grow(len(decoded) + len(computed))
         return _Running(step, self._steps.seconds(step) + swap_s, lanes, decoded, computed)
@@ -354,7 +399,7 @@ class Replica:
                 swap_s += (total - 1 - done) * (self._shape.swap_token_s or 0.0)
                 done, job.is_swapped = total - 1, False
             tokens = min(total - done, left)
-            pairs += tokens * done + tokens * (tokens + 1) // 2
+            pairs += _pairs(tokens, done)
             left -= tokens
             job.computed_tokens = done + tokens
             if job.computed_tokens < total:
@@ -381,6 +426,11 @@ class Replica:
                 step.padding_tokens,
             )
         )
+
+
+def _pairs(tokens: int, before: int) -> int:
+    """Of so many prompt tokens after others: with each token that each attends to."""
+    return tokens * before + tokens * (tokens + 1) // 2
 
 
 class _Running(NamedTuple):

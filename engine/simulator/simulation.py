@@ -24,7 +24,7 @@ from engine.simulator.analysts import (
     UnawareOfLengths,
     UnawareOfPrograms,
 )
-from engine.simulator.dispatch import Dispatcher, OnlyOne
+from engine.simulator.dispatch import Dispatcher, OnlyOne, Queue, patience
 from engine.simulator.job import Job
 from engine.simulator.judge import Judge
 from engine.simulator.lanes import TBT_EDGES_S
@@ -33,7 +33,7 @@ from engine.simulator.outcome import SimResult
 from engine.simulator.replica import Ended, Replica
 from engine.simulator.shape import EngineShape
 from engine.simulator.steps import StepTime
-from engine.simulator.workload import SimProgram, Workload
+from engine.simulator.workload import SimCall, SimProgram, Workload, check_seconds
 from scheduler.config import SchedulerConfig
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
@@ -43,6 +43,8 @@ from scheduler.step_time import StepTimeModel
 
 IDLE_S = 0.01
 """How soon an engine that can run nothing, though calls are there, looks again."""
+BEST_EFFORT_S = 60.0
+"""How long after the window work without an objective is served on at most, by default."""
 REASON_TOO_LONG = "does_not_fit"
 
 
@@ -64,13 +66,17 @@ class SimulationSetup(msgspec.Struct, frozen=True, kw_only=True):
         knows_speed: the managers begin with a step-time model fitted to the engine, as one that
             has served for a while; else they learn it from their first steps.
         drain_s: how long after the window the simulation goes on at most; by default as long
-            as anything could still count.
+            as anything could still count, and at most ``BEST_EFFORT_S`` for what counts nothing.
     """
 
     replicas: tuple[tuple[EngineShape, StepTime], ...]
     config: SchedulerConfig
     knows_speed: bool = True
     drain_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.drain_s is not None:
+            check_seconds("drain_s", self.drain_s)
 
 
 class Simulation:
@@ -96,12 +102,17 @@ class Simulation:
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         if not setup.replicas:
-            raise ValueError("a simulation has at least one replica")
+            raise ValueError("replicas must be at least one replica, got none")
+        for name, analyst in (("lengths", lengths), ("programs", programs)):
+            if analyst is not None:
+                check_seconds(f"{name}.latency_s", analyst.latency_s)
         self._workload = workload
         self._setup = setup
         self._lengths: LengthAnalyst = lengths or UnawareOfLengths()
         self._programs: ProgramAnalyst = programs or UnawareOfPrograms()
         self._dispatcher: Dispatcher = dispatcher or OnlyOne()
+        self._queue = self._dispatcher if isinstance(self._dispatcher, Queue) else None
+        """The same, where time runs in front of the replicas."""
         self._on_progress = on_progress
         self._replicas = [
             Replica(
@@ -117,7 +128,6 @@ class Simulation:
             )
             for index, (shape, steps) in enumerate(setup.replicas)
         ]
-        self._most_tokens = min(shape.kv_tokens for shape, _ in setup.replicas)
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._num_events = self._num_jobs = 0
         self._now_s = 0.0
@@ -127,8 +137,18 @@ class Simulation:
         self._failed: set[int] = set()
         self._wakes: set[int] = set()
         self._refine_at: dict[int, int] = {}
+        self._in_front: dict[int, Job] = {}
+        """Calls that have no replica yet."""
         self._early: dict[int, Points] = {}
-        """Forecasts of calls that have no replica yet."""
+        """Forecasts of those."""
+        self._overdue: list[tuple[Job, str]] = []
+        """Those that have waited too long unless they get a replica now, and why they end."""
+        self._refined: set[int] = set()
+        """Live calls of which a newer forecast than their first is known."""
+        self._num_open = len(workload.programs)
+        """Programs that are not over."""
+        self._over_s = 0.0
+        """When the last call so far ended."""
 
     def run(self) -> SimResult:
         """Simulate to the end."""
@@ -145,7 +165,8 @@ class Simulation:
             if self._on_progress is not None and self._now_s - said_s >= 10.0:
                 said_s = self._now_s
                 self._on_progress(said_s)
-        return self._result(self._now_s if not events else end_s)
+        # News and wakes may come later, but of nobody.
+        return self._result(end_s if self._num_open else self._over_s)
 
     # Events.
 
@@ -157,28 +178,63 @@ class Simulation:
         """After this nothing can count any more."""
         if self._setup.drain_s is not None:
             return self._workload.window_s + self._setup.drain_s
-        ends = [_last_use_s(program) for program in self._workload.programs]
-        return max([self._workload.window_s, *ends])
+        window_s = self._workload.window_s
+        ends = [_last_use_s(program, window_s) for program in self._workload.programs]
+        return max([window_s, *ends])
 
     def arrive(self, index: int, stage: int) -> None:
         """The calls of a stage arrive, side by side."""
         program = self._workload.programs[index]
         calls = program.stages[stage].calls
         self._stage_left[index] = len(calls)
+        refused = []
         for place, call in enumerate(calls):
-            terms = _terms(index, program, stage, self._now_s)
+            terms = _terms(index, program, stage, call, self._now_s)
             job = Job(self._num_jobs, call, terms, program=index, stage=stage, place=place)
             self._num_jobs += 1
-            if call.input_tokens + call.output_tokens >= self._most_tokens:
-                self._over(Ended(job, RequestState.ABORTED, REASON_TOO_LONG))
-                continue
-            replica = self._dispatcher.route(job, self._replicas, self._now_s)
-            if replica is not None:
-                self._replicas[replica].arrive(job)
-            self._forecast(job)
+            if self._dispatch(job):
+                self._forecast(job)
+            else:
+                refused.append(job)
         if isinstance(program.slo, CompoundSlo):
             outlook = self._programs.stage_began(index, program, stage, self._now_s, self._pace())
             self._tell(index, stage, outlook)
+        # Not before: they may end a stage, which has begun only now.
+        for job in refused:
+            self._over(Ended(job, RequestState.ABORTED, REASON_TOO_LONG))
+
+    def _dispatch(self, job: Job) -> bool:
+        """It gets a replica or waits for one; False: none that it is for can hold it."""
+        if not any(replica.can_hold(job.call) for replica in self._replicas):
+            return False
+        index = self._dispatcher.route(job, self._replicas, self._now_s)
+        if index is not None:
+            return self._bind(job, index)
+        self._in_front[job.serial] = job
+        if self._queue is not None:
+            self._set_timer(job)
+        return True
+
+    def _bind(self, job: Job, index: int) -> bool:
+        """It is for this replica; False: which cannot hold it."""
+        replica = self._replicas[index]
+        if not replica.can_hold(job.call):
+            return False
+        replica.arrive(job)
+        return True
+
+    def _set_timer(self, job: Job) -> None:
+        """Look again when it will have waited for long enough."""
+        cancels = self._replicas[0].frames.policy.traits.cancels_expired
+        limit = patience(job.terms, cancels_expired=cancels)
+        if limit is not None:
+            until_s, reason = limit
+            over_s = max(until_s, self._now_s)
+            self._at(over_s, _Order.WAKE, lambda: self._note_overdue(job, reason))
+
+    def _note_overdue(self, job: Job, reason: str) -> None:
+        if job.serial in self._in_front:
+            self._overdue.append((job, reason))
 
     def _forecast(self, job: Job) -> None:
         """Ask for its length."""
@@ -194,11 +250,11 @@ class Simulation:
         )
 
     def _hand_over(self, job: Job, points: Points) -> None:
-        if job.replica >= 0:
-            self._replicas[job.replica].frames.forecast(job.key, points)
-        else:
-            # It waits in front of the replicas.
+        """Its first forecast is here."""
+        if job.serial in self._in_front:
             self._early[job.serial] = points
+        elif job.replica >= 0 and job.serial not in self._refined:
+            self._replicas[job.replica].frames.forecast(job.key, points)
 
     def _tell(self, index: int, stage: int, outlook: ProgramOutlook | None) -> None:
         """Of a program's rest, unless its next stage has begun meanwhile."""
@@ -230,13 +286,16 @@ class Simulation:
                 self._refine_at[job.serial] = (generated // every + 1) * every
                 points = self._lengths.refined(job, generated)
                 if points is not None:
+                    self._refined.add(job.serial)
                     replica.frames.forecast(job.key, points)
 
     def _over(self, ended: Ended) -> None:
         """A call has ended; perhaps its stage, and its program."""
         job, state, reason = ended
+        self._over_s = self._now_s
         self._judge.call_ended(job, state, reason, self._now_s)
         self._refine_at.pop(job.serial, None)
+        self._refined.discard(job.serial)
         is_finished = state is RequestState.FINISHED
         self._lengths.ended(job, is_finished=is_finished)
         index = job.program
@@ -258,6 +317,7 @@ class Simulation:
             )
             return
         del self._stage_left[index]
+        self._num_open -= 1
         if isinstance(program.slo, CompoundSlo):
             self._programs.ended(index, program, is_complete=not is_failed)
             for replica in self._replicas:
@@ -266,12 +326,9 @@ class Simulation:
     # Passes.
 
     def _pass(self) -> None:
-        """Every engine that stands still plans and begins a step."""
-        for job, index in self._dispatcher.assign(self._replicas, self._now_s):
-            self._replicas[index].arrive(job)
-            points = self._early.pop(job.serial, None)
-            if points is not None:
-                self._hand_over(job, points)
+        """Calls get their replicas; every engine that stands still plans and begins a step."""
+        if self._in_front:
+            self._assign()
         for replica in self._replicas:
             if replica.is_busy or not replica.num_live:
                 continue
@@ -279,11 +336,31 @@ class Simulation:
             end_s = replica.begin(self._now_s, ended)
             for item in ended:
                 self._over(item)
+            if ended and self._in_front:
+                # The plan has made room: there may be nothing else to wait for.
+                self._at(self._now_s, _Order.WAKE, _nothing)
             if end_s is not None:
                 self._at(end_s, _Order.STEP_OVER, _StepOver(self, replica))
             elif replica.num_live and replica.index not in self._wakes:
                 self._wakes.add(replica.index)
                 self._at(self._now_s + IDLE_S, _Order.WAKE, _Wake(self._wakes, replica.index))
+
+    def _assign(self) -> None:
+        """Calls in front get a replica; whoever has waited long enough for none is dropped."""
+        for job, index in self._dispatcher.assign(self._replicas, self._now_s):
+            del self._in_front[job.serial]
+            points = self._early.pop(job.serial, None)
+            if not self._bind(job, index):
+                self._over(Ended(job, RequestState.ABORTED, REASON_TOO_LONG))
+            elif points is not None:
+                self._hand_over(job, points)
+        overdue, self._overdue = self._overdue, []
+        for job, reason in overdue:
+            if self._queue is not None and job.serial in self._in_front:
+                del self._in_front[job.serial]
+                self._early.pop(job.serial, None)
+                self._queue.withdraw(job)
+                self._over(Ended(job, RequestState.DROPPED, reason))
 
     def _pace(self) -> Pace:
         """Of the engines now, on average."""
@@ -297,7 +374,7 @@ class Simulation:
 
     def _result(self, end_s: float) -> SimResult:
         for replica in self._replicas:
-            for job in replica.live():
+            for job in replica.close(end_s):
                 self._judge.unfinished(job, end_s)
         for job in self._dispatcher.waiting():
             self._judge.unfinished(job, end_s)
@@ -314,6 +391,10 @@ class Simulation:
             tbt_counts=tuple(counts.tolist()),
             plan_s=tuple(s for replica in self._replicas for s in replica.plan_s),
         )
+
+
+def _nothing() -> None:
+    """An event after which all look again."""
 
 
 class _Arrive:
@@ -356,18 +437,20 @@ def learnt_speed(shape: EngineShape, steps: StepTime) -> StepTimeModel:
     )
 
 
-def _last_use_s(program: SimProgram) -> float:
-    """After that nothing of it can count any more."""
+def _last_use_s(program: SimProgram, window_s: float) -> float:
+    """After that nothing of it can count any more, or it has had its time."""
     match program.slo:
         case LatencySlo(target_ttft_s, target_tbt_s):
             return program.arrival_s + target_ttft_s + program.output_tokens * target_tbt_s
         case DeadlineSlo(deadline_s) | CompoundSlo(deadline_s):
             return program.arrival_s + deadline_s
-        case BestEffortSlo():
-            return program.arrival_s
+        case BestEffortSlo(deadline_s):
+            return min(program.arrival_s + deadline_s, window_s + BEST_EFFORT_S)
 
 
-def _terms(index: int, program: SimProgram, stage: int, now_s: float) -> RequestTerms:
+def _terms(
+    index: int, program: SimProgram, stage: int, call: SimCall, now_s: float
+) -> RequestTerms:
     """Of a call of ``stage`` that arrives now, as the server would have read them."""
     slo = program.slo
     if isinstance(slo, CompoundSlo):
@@ -375,7 +458,7 @@ def _terms(index: int, program: SimProgram, stage: int, now_s: float) -> Request
         slo = CompoundSlo(
             slo.deadline_s - age_s,
             program_id=str(index),
-            node=program.stages[stage].calls[0].role,
+            node=call.role,
             program_age_s=age_s,
             application=program.application,
             tools=program.stages[stage].tools,

@@ -16,6 +16,12 @@ SimSlo = LatencySlo | DeadlineSlo | CompoundSlo | BestEffortSlo
 """Of a program; a ``CompoundSlo`` here has the deadline from the first call's arrival."""
 
 
+def check_seconds(name: str, value: float) -> None:
+    """Raise ValueError that names the field unless it is a number of seconds, 0 or more."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {value!r}")
+
+
 class SimCall(msgspec.Struct, frozen=True, kw_only=True):
     """One LLM call.
 
@@ -24,7 +30,8 @@ class SimCall(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens: that it will generate, at least 1; the scheduler does not know.
         max_output_tokens: its limit, not below ``output_tokens``.
         prefix: name of the text that its prompt begins with; 0: nothing shared.
-        prefix_tokens: how many of its input tokens that text is, at most ``input_tokens``.
+        prefix_tokens: how many of its input tokens that text is, at most ``input_tokens``;
+            0 without a ``prefix``.
         leaves: name under which its whole context (input and answer) may be the prefix of
             later prompts; 0: of none.
     """
@@ -38,12 +45,21 @@ class SimCall(msgspec.Struct, frozen=True, kw_only=True):
     leaves: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.input_tokens, self.output_tokens) < 1:
-            raise ValueError("a call has at least one token of input and of output")
+        for name in ("input_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_output_tokens < self.output_tokens:
-            raise ValueError("output_tokens is above max_output_tokens")
+            raise ValueError(
+                f"output_tokens must be at most max_output_tokens ({self.max_output_tokens}), "
+                f"got {self.output_tokens}"
+            )
         if not 0 <= self.prefix_tokens <= self.input_tokens:
-            raise ValueError("prefix_tokens is not within input_tokens")
+            raise ValueError(
+                f"prefix_tokens must be within input_tokens ({self.input_tokens}), "
+                f"got {self.prefix_tokens}"
+            )
+        if self.prefix_tokens and not self.prefix:
+            raise ValueError("prefix must name the text that prefix_tokens are of, got 0")
 
 
 class SimStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +76,8 @@ class SimStage(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise ValueError("a stage has at least one call")
-        if not (math.isfinite(self.tool_s) and self.tool_s >= 0):
-            raise ValueError("tool_s is a number of seconds, 0 or more")
+            raise ValueError("calls must be at least one call, got none")
+        check_seconds("tool_s", self.tool_s)
 
 
 class SimProgram(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,12 +99,17 @@ class SimProgram(msgspec.Struct, frozen=True, kw_only=True):
     waiting_time_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
-            raise ValueError("arrival_s is a number of seconds, 0 or more")
+        check_seconds("arrival_s", self.arrival_s)
         if not self.stages:
-            raise ValueError("a program has at least one stage")
+            raise ValueError("stages must be at least one stage, got none")
         if self.num_calls > 1 and not isinstance(self.slo, CompoundSlo):
-            raise ValueError("only a program with a CompoundSlo has several calls")
+            raise ValueError("slo must be a CompoundSlo where there are several calls")
+        waiting_s = self.waiting_time_s
+        # As of the request field of that name.
+        if waiting_s is not None and not 0 < waiting_s < math.inf:
+            raise ValueError(
+                f"waiting_time_s must be a number of seconds above 0, got {waiting_s!r}"
+            )
 
     @property
     def num_calls(self) -> int:
@@ -110,7 +130,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Programs in order of arrival, over a window in which they arrive.
 
     Attributes:
-        window_s: every arrival is before it; rates are per second of it.
+        window_s: no arrival is after it; rates are per second of it.
         name: says what it is, seed included.
     """
 
@@ -122,8 +142,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         arrivals = [program.arrival_s for program in self.programs]
         if arrivals != sorted(arrivals):
             raise ValueError("programs must be in order of arrival")
-        if arrivals and not arrivals[-1] <= self.window_s < math.inf:
-            raise ValueError("every arrival must be within window_s")
+        check_seconds("window_s", self.window_s)
+        if arrivals and arrivals[-1] > self.window_s:
+            raise ValueError(
+                f"window_s must not be before the last arrival at {arrivals[-1]!r}, "
+                f"got {self.window_s!r}"
+            )
 
 
 def num_calls(programs: Sequence[SimProgram]) -> int:

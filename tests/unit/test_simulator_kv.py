@@ -51,7 +51,6 @@ def test_of_unused_texts_the_longest_unused_goes_first() -> None:
     assert [is_cached(pool, name, 50) for name in (1, 2, 3)] == [True, False, True]
 
 
-@pytest.mark.xfail(strict=True, reason="a text ages from when its last use began, not ended")
 def test_a_text_is_unused_from_the_end_of_its_last_use() -> None:
     pool = KvPool(200)
     slow = prompt_of(1, 50)
@@ -127,11 +126,6 @@ def test_two_calls_that_leave_the_same_name_do_not_make_tokens_out_of_nothing() 
     assert pool.available_tokens == 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="Replica._take counts an unused text as free room for the prompt that is to use it",
-)
 def test_a_cached_text_is_no_room_for_the_prompt_that_uses_it() -> None:
     asked = [(66, 47, 0.1, 3, 60), (158, 47, 0.2, 1, 140), (140, 40, 0.32, 3, 60)]
     asked.append((130, 45, 0.42, 3, 60))
@@ -156,6 +150,45 @@ def test_a_cached_text_is_no_room_for_the_prompt_that_uses_it() -> None:
         config={"frame_steps": 5},
     )
     assert {row.end for row in run.result.calls} == {"finished"}
+
+
+def test_one_alone_needs_no_text_that_is_longer_than_its_prefix() -> None:
+    pool = KvPool(130)
+    run_through(pool, prompt_of(1, 60))
+    asked = call(60, 40, prefix=1, prefix_tokens=20)
+    hit = pool.share(asked, pool.begin(asked, 60))
+    assert (hit, pool.available_tokens) == (20, 130 - 60 - 40)
+    pool.grow(30)
+    pool.detach(asked, hit)
+    assert (pool.own_tokens, pool.available_tokens) == (90, 40)
+    pool.grow(10)
+    assert not is_cached(pool, 1, 60)
+    pool.end(asked, 0, 100)
+    assert (pool.own_tokens, pool.available_tokens) == (0, 130)
+
+
+@pytest.mark.parametrize("mixes_chunks", [True, False])
+@pytest.mark.parametrize("kv_tokens", [100, 101, 110, 130, 159, 160])
+@pytest.mark.parametrize("prefix_tokens", [1, 10, 59])
+def test_a_long_text_stops_nobody_who_uses_a_part_of_it(
+    kv_tokens: int, prefix_tokens: int, mixes_chunks: bool
+) -> None:
+    run = simulate(
+        workload(
+            request(70, 5, call_fields={"prefix": 1, "prefix_tokens": 60}),
+            request(
+                60,
+                40,
+                at_s=1.0,
+                slo=DEADLINE,
+                call_fields={"prefix": 1, "prefix_tokens": prefix_tokens},
+            ),
+        ),
+        EngineShape(kv_tokens=kv_tokens, mixes_chunks=mixes_chunks),
+    )
+    assert {row.end for row in run.result.calls} == {"finished"}
+    assert run.call(1).num_preemptions == 0
+    assert run.call(1).first_scheduled_s == 1.0
 
 
 def test_a_busy_pool_of_shared_prompts_ends_empty() -> None:

@@ -18,7 +18,7 @@ from simulated import (
     workload,
 )
 
-from core.slo import DeadlineSlo, LatencySlo
+from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo
 from engine.simulator.dispatch import RoundRobin
 from engine.simulator.shape import EngineShape
 from engine.simulator.steps import LinearSteps, Step
@@ -222,18 +222,6 @@ def test_replicas_do_not_share_a_cache() -> None:
     assert run.steps[1] == [prompt(120)]
 
 
-@pytest.mark.xfail(strict=True, reason="prefix 0 is cached as a text of that name, in use for ever")
-def test_prefix_0_is_nothing_shared() -> None:
-    nameless = {"prefix": 0, "prefix_tokens": 80}
-    run = simulate(
-        workload(
-            request(100, 1, call_fields=nameless),
-            request(100, 1, at_s=1.0, call_fields=nameless),
-        )
-    )
-    assert run.steps == [[prompt(100), prompt(100)]]
-
-
 # Programs -----------------------------------------------------------------------------------------
 
 
@@ -322,10 +310,6 @@ def test_a_swap_that_is_slower_is_not_taken() -> None:
     assert _displaced(slots=1, swap_token_s=1.0).result == _displaced(slots=1).result
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a step's constant counts to recomputing alone, though a swap needs a step too",
-)
 @pytest.mark.parametrize("swap_token_s", [1.1e-4, 1.2e-4, 1.3e-4])
 def test_of_swap_and_recompute_the_cheaper_is_taken(swap_token_s: float) -> None:
     swapped = _displaced(slots=1, swap_token_s=swap_token_s)
@@ -366,11 +350,6 @@ def test_answers_that_outgrow_the_kv_give_way_and_all_finish(
     assert run.result.replicas[0].preemptions > 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="pressure: the only decode is the first victim, so nobody gives up KV, and grow fails",
-)
 def test_a_decode_beside_a_long_prompt_does_not_run_out_of_kv() -> None:
     run = simulate(
         workload(
@@ -384,7 +363,6 @@ def test_a_decode_beside_a_long_prompt_does_not_run_out_of_kv() -> None:
     assert {row.end for row in run.result.calls} == {"finished"}
 
 
-@pytest.mark.xfail(strict=True, reason="a call of exactly kv_tokens is refused")
 def test_a_call_that_just_fits_is_served() -> None:
     run = simulate(workload(request(60, 40)), EngineShape(kv_tokens=100))
     assert run.call().end == "finished"
@@ -414,13 +392,30 @@ def test_by_default_it_goes_on_while_anything_could_count() -> None:
     assert run.result.end_s == pytest.approx(3.0)
 
 
+def test_best_effort_has_its_time_and_no_more() -> None:
+    def end_of(deadline_s: float, output: int) -> tuple[str, float]:
+        slo, more = BestEffortSlo(deadline_s), {"max_output_tokens": output}
+        run = simulate(workload(request(10, output, slo=slo, call_fields=more), window_s=0.1))
+        return run.call().end, run.result.end_s
+
+    assert end_of(600.0, 400)[0] == "finished"
+    assert end_of(1.0, 400) == ("unfinished", 1.0)
+    assert end_of(600.0, 9000) == ("unfinished", 60.1)
+
+
 def test_nothing_arrives() -> None:
     run = simulate(workload(window_s=10.0))
     assert (run.result.programs, run.result.calls) == ((), ())
     assert run.result.replicas[0].steps == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the whole of the step under way at the end is busy time")
+def test_a_step_under_way_at_the_end_counts_by_its_time_alone() -> None:
+    run = simulate(workload(request(100, 30), window_s=0.025), drain_s=0.0)
+    counts = run.result.replicas[0]
+    assert (counts.steps, counts.prefill_tokens, counts.decode_tokens) == (1, 100, 0)
+    assert counts.busy_s == pytest.approx(run.result.end_s) == 0.025
+
+
 def test_an_engine_is_not_busy_for_longer_than_it_was_there() -> None:
     run = simulate(workload(request(100, 30), window_s=0.05), drain_s=0.0)
     assert run.result.replicas[0].busy_s <= run.result.end_s
