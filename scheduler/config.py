@@ -29,7 +29,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reserve_after_frames: int = 40
     """A request chosen in so many frames without its KV fitting gets what comes free next."""
     starvation_frames: int = 600
-    """A request passed over for so many frames goes first, an eighth of the batch at a time."""
+    """A request passed over for so many frames goes first, one for 64 places at a time."""
     program_timeout_s: float = DEFAULT_TIMEOUT_S
     """A program without a call for so long is over."""
     max_decode_pause_s: float = 0.25

@@ -72,6 +72,12 @@ class Expected:
     """``full_value``; of a program's call that of the whole program."""
 
 
+def _below(deviations: Floats) -> Floats:
+    """P(a standard normal is below), to a hundredth: the logistic curve of that scale."""
+    share: Floats = 1.0 / (1.0 + np.exp(np.clip(-1.702 * deviations, -50.0, 50.0)))
+    return share
+
+
 class Estimates:
     """Lengths, times, bandwidths and values of some rows in one frame."""
 
@@ -85,6 +91,12 @@ class Estimates:
         constant_s, decode_s, context_s, prefill_s, _ = context.step_time.coefficients
         self.prefill_s: Floats = np.where(rows.holds_kv, 0.0, rows.context_tokens * prefill_s)
         """Engine seconds before its next token can be decoded."""
+        step_s = context.step_time.step_s(
+            context.batch_size, context.batch_size * context.mean_context_tokens
+        )
+        token_s = context.step_time.prompt_token_s(step_s)
+        self.wait_s: Floats = np.where(rows.holds_kv, 0.0, rows.context_tokens * token_s)
+        """Seconds that pass before its next token can be decoded, if it is admitted now."""
         shared_s = constant_s / max(context.batch_size, 1) + decode_s
         self.token_s: Floats = shared_s + context_s * (rows.context_tokens + self.mean_tokens / 2)
         """Engine seconds of one of its tokens: its own and its share of the step's constant."""
@@ -160,18 +172,24 @@ class Estimates:
         needed = np.where(rows.kind == LATENCY, stream, np.ceil(self.bandwidth * most))
         return np.clip(needed, 1, most)
 
-    def expected(self, step_s: float) -> Expected:
-        """Value, chance and slack if a decode step takes ``step_s`` from now on."""
+    def expected(self, step_s: float, bonus: float = 0.0) -> Expected:
+        """Value, chance and slack if a decode step takes ``step_s`` from now on.
+
+        Args:
+            bonus: value of a request that is met as a whole, beside that of its tokens and at
+                most as much: many little ones must not outweigh all that is large.
+        """
         rows, kind = self.rows, self.rows.kind
         full = np.zeros(rows.size)
         fraction = np.ones(rows.size)
         slack_s = np.full(rows.size, MAX_S)
         streams = np.flatnonzero(kind == LATENCY)
         if streams.size:
-            self._expect_streams(streams, step_s, full, fraction, slack_s)
+            self._expect_streams(streams, step_s, bonus, full, fraction, slack_s)
         others = np.flatnonzero((kind != LATENCY) & (kind != BEST_EFFORT))
         if others.size:
             self._expect_answers(others, step_s, full, fraction, slack_s)
+            full[others] += np.minimum(full[others], bonus)
         rest = np.flatnonzero(kind == BEST_EFFORT)
         if rest.size:
             mean = self.mean_tokens[rest]
@@ -179,10 +197,16 @@ class Estimates:
         return Expected(full, fraction, slack_s, full)
 
     def _expect_streams(
-        self, index: Ints, step_s: float, full: Floats, fraction: Floats, slack_s: Floats
+        self,
+        index: Ints,
+        step_s: float,
+        bonus: float,
+        full: Floats,
+        fraction: Floats,
+        slack_s: Floats,
     ) -> None:
         rows, mean = self.rows, self.mean_tokens[index]
-        slack = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - step_s
+        slack = rows.due_s[index] - self.context.now_s - self.wait_s[index] - step_s
         loss_s = step_s - rows.tbt_s[index]
         pace_s = np.maximum(np.abs(loss_s), MIN_ENGINE_S)
         # In time now: until the slack is used up. Behind: from when the lead is won back.
@@ -190,8 +214,11 @@ class Estimates:
         behind = np.where(loss_s < 0, np.maximum(mean + slack / pace_s, 0.0), 0.0)
         in_time = np.where(slack >= 0, ahead, behind)
         objective = self.context.objective
-        full[index] = objective.stream_value(mean, mean)
-        worth = objective.stream_value(in_time, mean)
+        is_whole = (in_time >= mean) & ~rows.was_late[index]
+        tokens_value = objective.stream_value(mean, mean)
+        more = np.minimum(tokens_value, bonus)
+        full[index] = tokens_value + more
+        worth = objective.stream_value(in_time, mean) + np.where(is_whole, more, 0.0)
         fraction[index] = np.where(full[index] > 0, worth / np.maximum(full[index], 1e-300), 0.0)
         slack_s[index] = np.clip(slack, -MAX_S, MAX_S)
 
@@ -202,27 +229,38 @@ class Estimates:
         programs = self.context.programs
         is_call = rows.program[index] >= 0
         later_s = np.zeros(index.size)
+        spread = np.zeros(index.size)
         if is_call.any():
             program = np.maximum(rows.program[index], 0)
-            stage = programs.stages_to_come * self.context.average_tokens
+            average = self.context.average_tokens
+            stages = programs.stages_to_come
             _, _, _, prefill_s, _ = self.context.step_time.coefficients
-            later_s = (programs.column("future_stage") + stage) * step_s
+            later_s = (programs.column("future_stage") + stages * average) * step_s
             later_s = later_s + programs.column("future_new") * prefill_s
             later_s = (later_s + programs.column("future_tool_s"))[program]
             later_s = np.where(is_call, later_s, 0.0)
-        budget = rows.due_s[index] - self.context.now_s - self.prefill_s[index] - later_s
-        fraction[index] = self._remaining.fits_fraction(budget / step_s, index)
+            spread = np.hypot(programs.column("future_spread"), np.sqrt(stages) * average)
+            spread = np.where(is_call, spread[program], 0.0)
+        budget = rows.due_s[index] - self.context.now_s - self.wait_s[index] - later_s
+        fits = self._remaining.fits_fraction(budget / step_s, index)
+        unsure = np.flatnonzero(spread > 0)
+        if unsure.size:
+            # What is to come after it is no more certain than the call's own length.
+            call_spread = self._remaining.spread_tokens[index[unsure]]
+            deviation = np.hypot(spread[unsure], call_spread)
+            fits[unsure] = _below((budget[unsure] / step_s - mean[unsure]) / deviation)
+        fraction[index] = fits
         slack_s[index] = np.clip(budget - mean * step_s, -MAX_S, MAX_S)
         output = rows.generated_tokens[index] + mean
         full[index] = self.context.objective.answer_value(rows.input_tokens[index], output)
 
-    def pool_programs(self, expected: Expected) -> Expected:
+    def pool_programs(self, expected: Expected, bonus: float = 0.0) -> Expected:
         """Calls of one program count as one: its whole value over all its engine seconds.
 
         Completing a single call does not advance the stage, so every live call of a program
         gets the program's value density and the chance of its unlikeliest call. Slack is each
-        call's own: the straggler, which the stage waits for, has the least and so comes first,
-        and who will be done long before it may rest. What earlier calls gave counts, and what a
+        call's own, up to the program's deadline: a stage's sub-deadline in its place costs
+        goodput. What earlier calls gave counts, and what a
         pattern match still expects; without a match, as much for each stage still to come as
         the stages so far have had on average.
         """
@@ -249,6 +287,7 @@ class Estimates:
         done_out = np.where(is_open, np.minimum(done_out, live_out + future_out), done_out)
         inputs, outputs = live_in + future_in + done_in, live_out + future_out + done_out
         worth = self.context.objective.answer_value(inputs, outputs)
+        worth = worth + np.minimum(worth, bonus)
         _, _, _, prefill_s, _ = self.context.step_time.coefficients
         typical_s = float(self.token_s[calls].mean())
         # What is known of the cache is known of what a match expects alone.
@@ -257,13 +296,9 @@ class Estimates:
         density = worth / np.maximum(total(self.engine_s[calls]) + future_s, MIN_ENGINE_S)
         chance = np.ones(size)
         np.minimum.at(chance, program, expected.in_time_fraction[calls])
-        own_s = self.prefill_s[calls] + self.mean_tokens[calls] * self.context.step_s
-        due_s = programs.column("stage_due_s")[program]
-        stage_slack_s = np.maximum(due_s - self.context.now_s - own_s, 0.0)
         full, fraction = expected.full_value.copy(), expected.in_time_fraction.copy()
-        slack_s, whole = expected.slack_s.copy(), expected.full_value.copy()
+        whole = expected.full_value.copy()
         whole[calls] = worth[program]
         full[calls] = density[program] * self.engine_s[calls]
         fraction[calls] = chance[program]
-        slack_s[calls] = np.minimum(expected.slack_s[calls], stage_slack_s)
-        return Expected(full, fraction, slack_s, whole)
+        return Expected(full, fraction, expected.slack_s, whole)

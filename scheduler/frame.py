@@ -39,6 +39,7 @@ from scheduler.step_time import StepObservation, StepTimeModel
 from scheduler.table import (
     BEST_EFFORT,
     COMPOUND,
+    DEADLINE,
     LATENCY,
     MAX_FRAMES,
     PARKED,
@@ -253,8 +254,11 @@ class FrameManager:
             return
         if new_tokens > 0:
             self._serve(request, output_tokens=new_tokens)
-            if self.policy.tuner is not None and table.kind[row] == LATENCY:
-                self._earnings.stream(table.next_due_s(row), self._now_s, new_tokens)
+            if table.kind[row] == LATENCY:
+                due_s = table.next_due_s(row)
+                table.was_late[row] |= due_s < self._now_s
+                if self.policy.tuner is not None:
+                    self._earnings.stream(due_s, self._now_s, new_tokens)
         table.generated_tokens[row] = min(max(generated_tokens, 0), 1 << 40)
         table.is_stale[row] = True
 
@@ -264,9 +268,12 @@ class FrameManager:
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         self.tenants.serve_all(table.tenant[rows], output_tokens=1)
         self.programs.serve_all(table.program[rows], 1)
-        if self.policy.tuner is not None:
-            streams = rows[table.kind[rows] == LATENCY]
-            self._earnings.streams(table.next_dues_s(streams), self._now_s)
+        streams = rows[table.kind[rows] == LATENCY]
+        if streams.size:
+            due_s = table.next_dues_s(streams)
+            table.was_late[streams] |= due_s < self._now_s
+            if self.policy.tuner is not None:
+                self._earnings.streams(due_s, self._now_s)
         table.generated_tokens[rows] += 1
         table.is_stale[rows] = True
 
@@ -660,12 +667,13 @@ class FrameManager:
         near = held if held.size else rows
         contexts = table.input_tokens[near] + table.generated_tokens[near]
         frame_end_s = now_s + self.config.frame_s
+        num_rows = self._num_contending(now_s, rows, capacity.max_batch)
         return FrameContext(
             now_s=now_s,
             step_time=self.step_time,
             objective=self._objective,
             programs=self.programs,
-            batch_size=max(1, min(self._limit(capacity), len(rows))),
+            batch_size=max(1, min(self._limit(capacity), num_rows)),
             mean_context_tokens=float(contexts.mean()) if near.size else 0.0,
             frame_steps=self.config.frame_steps,
             frame_s=self.config.frame_s,
@@ -673,6 +681,16 @@ class FrameManager:
             foreseen_kv_tokens=self.programs.foreseen_tokens(now_s, frame_end_s),
             tenant_service=self.tenants.service(),
         )
+
+    def _num_contending(self, now_s: float, rows: Ints, max_batch: int) -> int:
+        """Of ``rows`` those that may run beside each other."""
+        table = self.table
+        kind = table.kind[rows]
+        is_late = (table.deadline_s[rows] < now_s) & ((kind == DEADLINE) | (kind == COMPOUND))
+        num_late = int(is_late.sum())
+        num_in_time = int(((kind != BEST_EFFORT) & ~is_late).sum())
+        places = self.policy.traits.places_for_late(max_batch, num_in_time)
+        return len(rows) - max(num_late - places, 0)
 
     # Endings and timers.
 
@@ -746,11 +764,17 @@ class FrameManager:
         table = self.table
         due_s = self.programs.column("stage_due_s")[table.program[rows]]
         due_s = np.minimum(due_s, table.deadline_s[rows])
-        prefill_s = self.step_time.prefill_s(1) * table.input_tokens[rows]
+        prefill_s = self._prompt_token_s() * table.input_tokens[rows]
         pace_s = self.step_time.pace_s(max(table.count[RUNNING], 1), 0.0)
         latest_s = due_s - prefill_s - table.bound_tokens[rows] * pace_s
         end_s = self._frame_start_s + self.config.frame_s
         return bool(((latest_s >= now_s) & (latest_s < end_s)).any())
+
+    def _prompt_token_s(self) -> float:
+        """Seconds per prompt token until the first token of a newcomer."""
+        running = max(self.table.count[RUNNING], 1)
+        step_s = self.step_time.step_s(running, running * self.mean_context_tokens)
+        return self.step_time.prompt_token_s(step_s)
 
     def _is_first_token_at_risk(self, now_s: float) -> bool:
         """A waiting stream would miss its first token if it waited for the frame to end."""
@@ -759,6 +783,6 @@ class FrameManager:
             due_s, _, request = streams[0]
             if request.state is RequestState.WAITING and now_s < due_s:
                 end_s = self._frame_start_s + self.config.frame_s
-                return due_s - self.step_time.prefill_s(request.prefill_tokens) < end_s
+                return due_s - self._prompt_token_s() * request.prefill_tokens < end_s
             heapq.heappop(streams)
         return False

@@ -131,7 +131,10 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     ahead = is_ahead.sum(axis=1)
     outlived = ahead == 0
     count = np.maximum(ahead, 1)
-    mean = (points * is_ahead).sum(axis=1) / count - generated
+    still = np.where(is_ahead, points, 0.0)
+    mean_total = still.sum(axis=1) / count
+    spread = np.sqrt(np.maximum((still**2).sum(axis=1) / count - mean_total**2, 0.0))
+    mean = mean_total - generated
     # The i-th of n points ahead stands for the level (i + 0.5) / n of what is still possible.
     place = NUM_POINTS - count + np.clip(quantile * count - 0.5, 0.0, count - 1.0)
     low = place.astype(np.int64)
@@ -142,8 +145,10 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     # Longer than every answer seen: as the Lindy rule has it, half as long again.
     mean = np.where(outlived, np.maximum(generated * 0.5, 16.0), mean)
     bound = np.where(outlived, room, bound)
+    spread = np.where(outlived, mean, spread)
     table.mean_tokens[index] = np.clip(mean, 1.0, room)
     table.bound_tokens[index] = np.clip(bound, 1.0, room)
+    table.spread_tokens[index] = spread
     table.num_ahead[index] = ahead
     table.is_stale[index] = False
 
@@ -155,6 +160,7 @@ class Remaining:
         self._rows = rows
         self.mean_tokens: Floats = rows.mean_tokens
         self.bound_tokens: Floats = rows.bound_tokens
+        self.spread_tokens: Floats = rows.spread_tokens
         self._is_fixed: Bools | None = None
         if information is Information.KNOWN:
             self._fix(rows.known_tokens, ~np.isnan(rows.known_tokens))
@@ -166,6 +172,7 @@ class Remaining:
         fixed = np.clip(np.where(where, total, 1.0) - rows.generated_tokens, 1.0, rows.room_tokens)
         self.mean_tokens = np.where(where, fixed, self.mean_tokens)
         self.bound_tokens = np.where(where, fixed, self.bound_tokens)
+        self.spread_tokens = np.where(where, 0.0, self.spread_tokens)
         self._is_fixed = where
 
     def fits_fraction(self, tokens: Floats, index: Ints) -> Floats:

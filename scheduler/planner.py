@@ -28,6 +28,9 @@ from scheduler.table import LATENCY, PARKED, RUNNING, Bools, Floats, Ints, Reque
 
 RANKED_PER_SLOT = 8
 RANKED_AT_LEAST = 64
+STARVED_PART = 64
+"""One place in so many, and at least one, is for those passed over for too long: in a lasting
+overload there are always more of them than there is room for."""
 
 
 REASON_WAITING_TIME = "waiting_time_exceeded"
@@ -91,6 +94,7 @@ class Planner:
             is_pinned=table.is_pinned[index],
             frames_blocked=table.frames_blocked[index],
             must_run=must_run,
+            barred=self._late_beyond(estimates, scores, capacity.max_batch),
             margin=margin,
         )
         return candidates, assessment
@@ -138,6 +142,7 @@ class Planner:
         num_must = len(candidates.must_run)
         slots = capacity.max_batch - num_must
         ranked = candidates.ranked[num_must:]
+        ranked = ranked[~candidates.barred[ranked]]
         if slots <= 0 or not ranked.size:
             return ranked[:0], capacity.max_batch
         beside = np.array(list(candidates.must_run), dtype=np.int64)
@@ -145,12 +150,34 @@ class Planner:
         is_all = len(group) == min(slots, len(ranked))
         return group, capacity.max_batch if is_all else num_must + len(group)
 
+    def _late_beyond(self, estimates: Estimates, scores: Floats, max_batch: int) -> Bools:
+        """Of what is late those beyond their share, while anything can still be in time.
+
+        Each of them makes every step longer for those that can.
+        """
+        barred = np.zeros(estimates.rows.size, dtype=np.bool_)
+        is_late = estimates.is_expired
+        late = np.flatnonzero(is_late)
+        num_in_time = int((estimates.has_slo & ~is_late).sum())
+        most = self._policy.traits.places_for_late(max_batch, num_in_time)
+        if late.size > most:
+            order = best_first(scores[late], estimates.rows.serial[late], late.size)
+            barred[late[order[most:]]] = True
+        return barred
+
+    def _urgent_first(self, admitted: list[int], assessment: Assessment) -> list[int]:
+        """All of them begin within the frame: the order is by who has the least time to spare."""
+        slack_s = assessment.slack_s
+        if slack_s is None or not self._policy.traits.is_just_in_time:
+            return admitted
+        return sorted(admitted, key=lambda place: max(float(slack_s[place]), 0.0))
+
     def _must_run(self, estimates: Estimates, index: Ints, max_batch: int) -> dict[int, Reason]:
         """Who runs whatever the scores say, in order.
 
         One urgent newcomer at a time and pinned requests up to ``max_pinned_fraction`` of
         the batch: both are in the senders' hands (a penalty pins, a malformed request is
-        urgent). And of those passed over for ``starvation_frames`` an eighth of the batch.
+        urgent). And of those passed over for ``starvation_frames`` a few.
         """
         table, rows = self._table, estimates.rows
         found: dict[int, Reason] = {}
@@ -169,7 +196,8 @@ class Planner:
         if self._policy.traits.is_starvation_free:
             starved = np.flatnonzero(rows.frames_waited >= self._config.starvation_frames)
             if starved.size:
-                oldest = starved[np.argsort(rows.serial[starved])][: max(1, max_batch // 8)]
+                most = max(1, max_batch // STARVED_PART)
+                oldest = starved[np.argsort(rows.serial[starved])][:most]
                 for place in oldest.tolist():
                     found.setdefault(place, Reason.STARVED)
         return found
@@ -198,7 +226,7 @@ class Planner:
             park=book.names(seating.park),
             preempt=book.names(seating.preempt),
             resume=book.ids(Move.RESUME),
-            admit=book.ids(Move.ADMIT),
+            admit=book.names(self._urgent_first(book.places(Move.ADMIT), assessment)),
             line=book.names(seating.line),
             drop=drop,
             cancel=cancel,
@@ -277,8 +305,11 @@ class _Book:
         return tuple(self.name(place) for place in places)
 
     def ids(self, move: Move) -> tuple[str, ...]:
+        return self.names(self.places(move))
+
+    def places(self, move: Move) -> list[int]:
         code = MOVE_CODE[move]
-        return self.names([place for place in self._order if self._moves[place] == code])
+        return [place for place in self._order if self._moves[place] == code]
 
     def ledger(
         self, assessment: Assessment, endings: tuple[tuple[Ending, ...], tuple[Ending, ...]]

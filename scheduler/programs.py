@@ -18,6 +18,8 @@ class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
     future_output_tokens: float = 0.0
     future_stage_tokens: float = 0.0
     """Output tokens of the longest call of each stage still to come, added up."""
+    future_spread_tokens: float = 0.0
+    """Standard deviation of ``future_stage_tokens``: how sure that is; 0: certain."""
     future_tool_s: float = 0.0
     """Tool time before those stages, added up."""
     future_new_tokens: float | None = None
@@ -37,7 +39,14 @@ _MIN_ALLOWANCE_S = 0.1
 MAX_TENANTS = 4096
 _MAX_ALLOWANCE_S = 1e6
 """More time than this is no deadline."""
-_AMOUNTS = ("future_in", "future_out", "future_stage", "future_tool_s", "future_new")
+_AMOUNTS = (
+    "future_in",
+    "future_out",
+    "future_stage",
+    "future_spread",
+    "future_tool_s",
+    "future_new",
+)
 _RECENT_PROGRAMS = 64.0
 """Closed programs that the relation of stages to time is learnt from, about."""
 
@@ -74,6 +83,7 @@ class Programs:
         "future_in",
         "future_out",
         "future_stage",
+        "future_spread",
         "future_tool_s",
         "future_new",
         "next_call_s",
@@ -242,6 +252,7 @@ class Programs:
             "future_in": outlook.future_input_tokens,
             "future_out": outlook.future_output_tokens,
             "future_stage": outlook.future_stage_tokens,
+            "future_spread": outlook.future_spread_tokens,
             "future_tool_s": outlook.future_tool_s,
             "future_new": (
                 outlook.future_input_tokens

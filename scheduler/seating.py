@@ -78,6 +78,8 @@ class Candidates:
     is_pinned: Bools
     frames_blocked: Floats
     must_run: dict[int, Reason]
+    barred: Bools
+    """Who may not run now."""
     margin: float
     """Share by which a request must be better to take another's place or KV."""
 
@@ -121,7 +123,7 @@ class Seater:
         for index in self._blocked_first(ranked):
             if free <= 0:
                 break
-            if self._is_running(index):
+            if self._is_running(index) or self._is_barred(index):
                 continue
             if self._leaves_room(index):
                 continue
@@ -205,7 +207,8 @@ class Seater:
             if index not in chosen and index not in self._preempted
         ]
         excess = max(len(result.chosen) + len(outside) - size, 0)
-        most = min(excess, len(outside), max(self._moves_left, 0))
+        num_barred = sum(self._is_barred(index) for index in outside)
+        most = min(max(excess, num_barred), len(outside), max(self._moves_left, 0))
         if self._traits.displace is DisplaceRule.BETTER_VALUE:
             leaving = self._outvalued(outside, most)
         else:
@@ -274,7 +277,7 @@ class Seater:
             self._try(index)
 
     def _try(self, index: int) -> None:
-        if self._leaves_room(index):
+        if self._leaves_room(index) or self._is_barred(index):
             return
         # Skip, not stop: one that does not fit must not starve those that do.
         if self._holds_kv(index) or self._room.take(self._kv_need(index)):
@@ -394,6 +397,9 @@ class Seater:
 
     def _rank_key(self, index: int) -> tuple[float, int]:
         return -float(self._scores[index]), int(self._candidates.estimates.rows.serial[index])
+
+    def _is_barred(self, index: int) -> bool:
+        return bool(self._candidates.barred[index]) and index not in self._candidates.must_run
 
     def _is_running(self, index: int) -> bool:
         return bool(self._state[index] == RUNNING)

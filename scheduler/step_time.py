@@ -35,6 +35,10 @@ class StepTimeModel:
 
     _RECENT_STEPS = 500.0
     """Steps that the share of prompts is learnt from, about."""
+    _CHUNK_MEMORY = 0.99995
+    """Per step: a chunk that is not seen any more is forgotten."""
+    _AS_EXPECTED = 1e-3
+    """A step within this share of what was expected changes nothing."""
     _PRIOR_DECODES = 100.0
     """Tokens without prompts that count beside them, lest the first prompts blow it up."""
 
@@ -47,6 +51,8 @@ class StepTimeModel:
         self._num_steps = 0
         self._recent_decodes = 0.0
         self._recent_prefill_tokens = 0.0
+        self._chunk_tokens = 0.0
+        """Most prompt tokens that lately ran beside decodes in one step; 0: none did."""
         self._coefficients = tuple(float(x) for x in self._theta * self._SCALE)
 
     @classmethod
@@ -81,25 +87,31 @@ class StepTimeModel:
         """Learn from a step; nonsense durations are ignored: none, negative, over an hour."""
         if not 0 < step.duration_s <= self._MAX_DURATION_S:
             return
-        inputs = self._inputs(
-            step.num_decodes, step.context_tokens, step.prefill_tokens, step.padding_tokens
-        )
         self._recent_decodes += step.num_decodes - self._recent_decodes / self._RECENT_STEPS
         self._recent_prefill_tokens += (
             step.prefill_tokens - self._recent_prefill_tokens / self._RECENT_STEPS
         )
+        if step.num_decodes and step.prefill_tokens:
+            self._chunk_tokens = max(self._chunk_tokens, float(step.prefill_tokens))
+        self._chunk_tokens *= self._CHUNK_MEMORY
         duration_s = step.duration_s
-        if self._num_steps >= 20:
+        self._num_steps += 1
+        if self._num_steps > 20:
             expected_s = self.step_s(
                 step.num_decodes, step.context_tokens, step.prefill_tokens, step.padding_tokens
             )
             duration_s = min(duration_s, self._outlier_factor * expected_s)
+            if abs(duration_s - expected_s) <= self._AS_EXPECTED * expected_s:
+                # Nothing to learn: the fit is what costs here.
+                return
+        inputs = self._inputs(
+            step.num_decodes, step.context_tokens, step.prefill_tokens, step.padding_tokens
+        )
         self._information *= self._forgetting
         self._information += np.outer(inputs, inputs)
         self._information += (1 - self._forgetting) * self._PRIOR_WEIGHT
         error_s = duration_s - inputs @ self._theta
         self._theta += np.linalg.solve(self._information, inputs) * error_s
-        self._num_steps += 1
         clipped = np.maximum(self._theta, 0.0) * self._SCALE
         self._coefficients = tuple(float(x) for x in clipped)
 
@@ -138,6 +150,17 @@ class StepTimeModel:
     def prefill_s(self, tokens: float) -> float:
         """Expected seconds that prefilling ``tokens`` adds."""
         return self._coefficients[3] * tokens
+
+    def prompt_token_s(self, step_s: float) -> float:
+        """Expected seconds per prompt token until the first token is there.
+
+        Where prompts are computed in chunks beside decodes, each chunk takes a step as well.
+
+        Args:
+            step_s: of those decodes.
+        """
+        beside_s = step_s / self._chunk_tokens if self._chunk_tokens >= 1.0 else 0.0
+        return self._coefficients[3] + beside_s
 
     def _inputs(
         self, decodes: int, context: int, prefill: int, padding: int

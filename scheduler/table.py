@@ -76,6 +76,8 @@ class Rows:
     """Expected output tokens still to come, at least 1."""
     bound_tokens: Floats
     """Upper bound of the output tokens still to come, at the configured quantile."""
+    spread_tokens: Floats
+    """Standard deviation of the output tokens still to come."""
     points: Points
     """Shape (n, NUM_POINTS): ascending equal-mass points of the total length."""
     num_ahead: Ints
@@ -83,6 +85,8 @@ class Rows:
     program: Ints
     """Index into ``Programs``; -1 for none."""
     tenant: Ints
+    was_late: Bools
+    """A stream that is not met as a whole any more."""
 
     @property
     def size(self) -> int:
@@ -130,7 +134,9 @@ class RequestTable:
         ("known_tokens", np.float64),
         ("mean_tokens", np.float64),
         ("bound_tokens", np.float64),
+        ("spread_tokens", np.float64),
         ("num_ahead", np.int64),
+        ("was_late", np.bool_),
         ("has_forecast", np.bool_),
         ("is_stale", np.bool_),
         ("is_pinned", np.bool_),
@@ -161,7 +167,10 @@ class RequestTable:
     known_tokens: Floats
     mean_tokens: Floats
     bound_tokens: Floats
+    spread_tokens: Floats
     num_ahead: Ints
+    was_late: Bools
+    """A token of the stream was late: as a whole it cannot be met any more."""
     has_forecast: Bools
     is_stale: Bools
     """``mean_tokens``, ``bound_tokens`` and ``num_ahead`` are not those of now."""
@@ -321,10 +330,12 @@ class RequestTable:
             known_tokens=self.known_tokens[at],
             mean_tokens=self.mean_tokens[at],
             bound_tokens=self.bound_tokens[at],
+            spread_tokens=self.spread_tokens[at],
             points=self.points[at],
             num_ahead=self.num_ahead[at],
             program=self.program[at],
             tenant=self.tenant[at],
+            was_late=self.was_late[at],
         )
 
     def _grow(self) -> None:

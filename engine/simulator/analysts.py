@@ -186,6 +186,9 @@ class UnawareOfPrograms:
         pass
 
 
+_ANY_DEADLINE = 1 << 30
+
+
 class Ahead(NamedTuple):
     """What is still to come of a program after a stage."""
 
@@ -197,6 +200,8 @@ class Ahead(NamedTuple):
     tool_s: float
     next_tool_s: float
     next_input_tokens: float
+    spread_tokens: float = 0.0
+    """Standard deviation of ``stage_tokens``."""
 
 
 class KnownPrograms:
@@ -221,48 +226,65 @@ class KnownPrograms:
 
 
 class ProgramHabits:
-    """What programs of the same application had still to come after the same stage, on average."""
+    """What programs like it had still to come after the same stage, on average.
+
+    Like it are those of its application with a deadline of about its own: who gives a program
+    more time expects more of it. Where none was, those of its application.
+    """
 
     _RECENT = 64.0
+    _PER_OCTAVE = 4.0
+    """Deadlines this close count as one."""
 
     def __init__(self, *, latency_s: float = 0.001) -> None:
         check_seconds("latency_s", latency_s)
         self.latency_s = latency_s
-        self._known: dict[tuple[str, int], NDArray[np.float64]] = {}
-        """By application and stage: a count, then the sums of ``Ahead``."""
-        self._stage: dict[tuple[str, int], float] = {}
-        """Longest call of the stage, on average."""
+        self._known: dict[tuple[str, int, int], NDArray[np.float64]] = {}
+        """By application, deadline and stage: a count, then the sums of ``Ahead`` and of the
+        longest call of the stage itself."""
 
     def stage_began(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
     ) -> ProgramOutlook | None:
-        ahead = self._ahead(program.application, stage)
-        if ahead is None:
+        known = self._means(program, stage)
+        if known is None:
             return None
-        longest = self._stage[program.application, stage]
+        ahead, longest = known
         return outlook_of(ahead, program.stages[stage], longest, program, now_s, pace)
 
     def stage_ended(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
     ) -> ProgramOutlook | None:
-        ahead = self._ahead(program.application, stage)
-        return None if ahead is None else between(ahead, now_s)
+        known = self._means(program, stage)
+        return None if known is None else between(known[0], now_s)
 
     def ended(self, index: int, program: SimProgram, *, is_complete: bool) -> None:
         if not is_complete or not isinstance(program.slo, CompoundSlo):
             return
         for stage, now in enumerate(program.stages):
-            key = (program.application, stage)
-            ahead = np.array([1.0, *ahead_of(program.stages[stage + 1 :])])
-            known = self._known.get(key, np.zeros(len(ahead)))
-            self._known[key] = known + ahead - known / self._RECENT
-            longest = float(max(call.output_tokens for call in now.calls))
-            before = self._stage.get(key, longest)
-            self._stage[key] = before + (longest - before) / min(known[0] + 1, self._RECENT)
+            longest = max(call.output_tokens for call in now.calls)
+            ahead = ahead_of(program.stages[stage + 1 :])
+            squared = ahead._replace(spread_tokens=ahead.stage_tokens**2)
+            seen = np.array([1.0, *squared, longest])
+            for deadline in (self._deadline(program), _ANY_DEADLINE):
+                key = (program.application, deadline, stage)
+                known = self._known.get(key, np.zeros(len(seen)))
+                self._known[key] = known + seen - known / self._RECENT
 
-    def _ahead(self, application: str, stage: int) -> Ahead | None:
-        known = self._known.get((application, stage))
-        return None if known is None else Ahead(*(known[1:] / known[0]).tolist())
+    def _means(self, program: SimProgram, stage: int) -> tuple[Ahead, float] | None:
+        for deadline in (self._deadline(program), _ANY_DEADLINE):
+            known = self._known.get((program.application, deadline, stage))
+            if known is not None:
+                *means, longest = (known[1:] / known[0]).tolist()
+                ahead = Ahead(*means)
+                variance = max(ahead.spread_tokens - ahead.stage_tokens**2, 0.0)
+                return ahead._replace(spread_tokens=math.sqrt(variance)), longest
+        return None
+
+    def _deadline(self, program: SimProgram) -> int:
+        slo = program.slo
+        assert isinstance(slo, CompoundSlo)
+        return round(math.log2(max(slo.deadline_s, 1e-3)) * self._PER_OCTAVE)
 
 
 def _new_tokens(stage: SimStage) -> int:
@@ -317,6 +339,7 @@ def outlook_of(
         future_input_tokens=ahead.input_tokens,
         future_output_tokens=ahead.output_tokens,
         future_stage_tokens=ahead.stage_tokens,
+        future_spread_tokens=ahead.spread_tokens,
         future_tool_s=ahead.tool_s,
         future_new_tokens=ahead.new_tokens,
         stage_due_s=due_s,
@@ -329,6 +352,7 @@ def between(ahead: Ahead, now_s: float) -> ProgramOutlook:
         future_input_tokens=ahead.input_tokens,
         future_output_tokens=ahead.output_tokens,
         future_stage_tokens=ahead.stage_tokens,
+        future_spread_tokens=ahead.spread_tokens,
         future_tool_s=ahead.tool_s - ahead.next_tool_s,
         future_new_tokens=ahead.new_tokens,
         next_call_s=now_s + ahead.next_tool_s,

@@ -308,10 +308,17 @@ class Replica:
         return self._compose(lanes, is_prompt=is_prompt)
 
     def _admit(self, now_s: float) -> None:
-        """Take in what the plan admits, in its order, until one does not fit."""
+        """Take in what the plan admits, in its order, until one does not fit.
+
+        No more than the next step can compute: who comes later may be more urgent.
+        """
         shape, limit = self._shape, min(self._num_run, self._shape.max_batch)
         waiting = self._admissions
+        pending = sum(job.context_tokens - job.computed_tokens for job in self._prompts)
         for place, key in enumerate(waiting):
+            if pending >= shape.chunk_tokens:
+                self._admissions = waiting[place:]
+                return
             job = self._jobs.get(key)
             if job is None or job.request is None or job.request.holds_kv:
                 continue
@@ -320,6 +327,7 @@ class Replica:
                 self._admissions = waiting[place:]
                 return
             self._prompts.append(job)
+            pending += job.context_tokens - job.computed_tokens
             self.frames.started(key, now_s)
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now_s

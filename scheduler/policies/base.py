@@ -45,6 +45,9 @@ class Traits:
     """A request passed over for ``starvation_frames`` goes first."""
     foresees: bool = False
     """Best-effort work leaves KV for calls that are expected within the frame."""
+    late_fraction: float | None = None
+    """Up to which share of the batch work whose deadline has passed may fill it beside what can
+    still be in time; None: no limit."""
     blends_fairness: bool = False
     """``fairness`` of the configuration counts."""
     cancels_expired: bool = False
@@ -53,6 +56,12 @@ class Traits:
     @property
     def may_displace(self) -> bool:
         return self.displace is not DisplaceRule.NEVER
+
+    def places_for_late(self, max_batch: int, num_in_time: int) -> int:
+        """How many of those whose deadline has passed may run beside those that can make it."""
+        if self.late_fraction is None or num_in_time == 0:
+            return max_batch
+        return max(0, int(max_batch * self.late_fraction) - num_in_time)
 
 
 @dataclass(frozen=True)

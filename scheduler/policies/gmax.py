@@ -10,18 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.cutoff import CutoffTuner
-from scheduler.estimates import Estimates, Expected
+from scheduler.estimates import Estimates
 from scheduler.lengths import Information
 from scheduler.policies.base import Assessment, DisplaceRule, Traits
 from scheduler.policies.grouping import best_batch_size, best_window
 from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, RUNNING, Floats, Ints
 
-SLACK_SCALE_S = 10.0
-URGENCY_POWER = 0.25
-"""How much slack counts beside value density. 0: not at all, the most tokens in overload; 1: a
-fifth more requests in time, a tenth fewer tokens. A quarter gives most of both."""
+CHANCE_POWER = 2.0
+"""The chance of being in time is that of running from now on without a pause, and whoever is
+doubtful is paused more: it counts squared. 1 loses a twentieth of tokens and requests alike in
+overload, to programs that are begun and not finished; 3 gains requests for tokens."""
 BEST_EFFORT_WEIGHT = 0.05
 """Value of best-effort work against a stream of the same length in time."""
+REQUEST_WEIGHT = 1.5
+"""Most that a request which is met as a whole is worth beside its tokens, in average streams.
+Streams give the fewest tokens per second of the engine and take next to none of them: without
+it half of them are given up in overload for a twentieth more tokens."""
+LATE_FRACTION = 0.5
+"""Work that is late already fills the batch up to here; each of it makes all steps longer."""
 EXPIRED_WEIGHT = 0.02
 """Value of work that is late already: it is served, after everything that can make it."""
 STARVATION_PER_FRAME = 0.002
@@ -39,24 +45,26 @@ class GmaxParts:
     """Off: shortest expected job first, on the same estimates (the paper's ablation)."""
     has_grouping: bool = True
     has_jit: bool = True
-    """Off: slack counts for nothing, and whoever is chosen runs the frame through."""
+    """Off: whoever is chosen runs the frame through, and no prompt goes first for its slack."""
     has_adaptive_batch: bool = True
 
 
 class Gmax:
-    """Ours: expected value per engine second, urgency, and as many at once as pays.
+    """Ours: expected value per engine second, and as many at once as pays.
 
-    Score = objective value x P(in time) / engine seconds of the rest, times a mild urgency,
-    (1 + slack / 10 s) ** -1/4, and who has more slack than all the work there is counts less in
-    proportion. A program counts as a whole: what it got, what runs and what is
-    expected of it. Of the ranked requests the first n run, with n as in ``grouping``; a group
+    Score = (objective value + what a met request is worth) x P(in time)^2 / engine seconds of
+    the rest. A program counts as a whole: what it got, what runs and what is expected of it.
+    What is late already waits while the batch is half full of what is not.
+
+    Of the ranked requests the first n run, with n as in ``grouping``; a group
     of more alike contexts replaces them where the step-time model says it earns more.
     """
 
     source = "JITServe, section SLO-aware Scheduler with GMAX, changed where measured better"
     approximates = (
         "Departs from the paper: engine seconds in place of t_gen, expected value in place of an "
-        "upper bound, urgency, batch size as a decision, and the group by modelled value per second"
+        "upper bound, a met request's own worth, batch size as a decision, and the group by "
+        "modelled value per second"
     )
 
     def __init__(
@@ -73,49 +81,38 @@ class Gmax:
             is_just_in_time=self._parts.has_jit,
             is_starvation_free=True,
             foresees=True,
+            late_fraction=LATE_FRACTION,
             blends_fairness=True,
         )
 
     def assess(self, estimates: Estimates) -> Assessment:
         step_s = estimates.context.step_s
-        expected = estimates.pool_programs(estimates.expected(step_s))
         plain = _plain_stream_score(estimates)
-        value = expected.full_value * expected.in_time_fraction
+        bonus = _request_bonus(estimates)
+        expected = estimates.pool_programs(estimates.expected(step_s, bonus), bonus)
+        value = expected.full_value * expected.in_time_fraction**CHANCE_POWER
         late = estimates.is_expired
         value[late] = 0.0
         best_effort = estimates.rows.kind == BEST_EFFORT
         value[best_effort] *= BEST_EFFORT_WEIGHT
         if self._parts.has_gmax:
-            scores = self._score(estimates, expected, value, plain)
+            scores = self._score(estimates, value, plain)
         else:
             average = estimates.context.average_tokens
             scores = plain * average / np.maximum(estimates.mean_tokens, 1.0)
             scores[late] *= EXPIRED_WEIGHT
         rows = estimates.rows
         ahead = np.where(rows.state == RUNNING, HEAD_START_FRAMES, 0.0)
-        scores = scores + STARVATION_PER_FRAME * plain * (rows.frames_waited + ahead)
+        waited = np.where(late, EXPIRED_WEIGHT, 1.0) * (rows.frames_waited + ahead)
+        scores = scores + STARVATION_PER_FRAME * plain * waited
         return Assessment(scores, value, expected.in_time_fraction, expected.slack_s)
 
-    def _score(
-        self, estimates: Estimates, expected: Expected, value: Floats, plain: float
-    ) -> Floats:
-        scores = value / estimates.engine_s * self._urgency(estimates, expected)
+    def _score(self, estimates: Estimates, value: Floats, plain: float) -> Floats:
+        scores = value / estimates.engine_s
         # Shortest first among what is late, so that most of it ends soon.
         average = estimates.context.average_tokens
         late = EXPIRED_WEIGHT * plain * average / (average + estimates.mean_tokens)
         return np.where(estimates.has_slo, np.maximum(scores, late), scores)
-
-    def _urgency(self, estimates: Estimates, expected: Expected) -> Floats:
-        if not self._parts.has_jit:
-            return np.ones(estimates.rows.size)
-        has_slo = estimates.has_slo
-        slack_s = np.where(has_slo, np.maximum(expected.slack_s, 0.0), 0.0)
-        urgency: Floats = (1.0 + slack_s / SLACK_SCALE_S) ** -URGENCY_POWER
-        # Whoever has more slack than all the work there is would take loses nothing by waiting.
-        work_s = float(estimates.engine_s[has_slo & ~estimates.is_expired].sum())
-        most_s = max(work_s, SLACK_SCALE_S)
-        urgency *= np.minimum(1.0, most_s / np.maximum(slack_s, most_s))
-        return urgency
 
     def group(
         self, ranked: Ints, scores: Floats, estimates: Estimates, slots: int, beside: Ints
@@ -137,13 +134,14 @@ class Gmax:
 
     def _choose_size(self, top: Ints, estimates: Estimates, slots: int, beside: Ints) -> int:
         near = estimates.take(top)
+        bonus = _request_bonus(estimates)
         beside_tokens = float(estimates.rows.context_tokens[beside].sum())
         weight = np.where(near.has_slo, 1.0, BEST_EFFORT_WEIGHT)
         weight /= near.mean_tokens + near.rows.generated_tokens
 
         def earned(size: int, step_s: float) -> float:
             """Value that a step of the first ``size`` gives."""
-            expected = near.expected(step_s)
+            expected = near.expected(step_s, bonus)
             value = expected.full_value * expected.in_time_fraction
             value[near.is_expired] = 0.0
             value = np.maximum(value, EXPIRED_WEIGHT * expected.full_value) * weight
@@ -157,6 +155,12 @@ class Gmax:
             beside=(beside.size, beside_tokens),
         )
         return self._batch_size
+
+
+def _request_bonus(estimates: Estimates) -> float:
+    """What a request that is met is worth beside its tokens."""
+    length = np.array([max(estimates.context.average_tokens, 1.0)])
+    return REQUEST_WEIGHT * float(estimates.context.objective.stream_value(length, length)[0])
 
 
 def _plain_stream_score(estimates: Estimates) -> float:
