@@ -18,6 +18,8 @@ from scheduler.step_time import StepTimeModel
 from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows
 
 MIN_ENGINE_S = 1e-9
+MOST_BONUS = 10.0
+"""What a met request is worth beside its tokens is at most so many times theirs."""
 MAX_S = 1e12
 
 
@@ -37,6 +39,8 @@ class FrameContext:
     frame_s: float
     average_tokens: float = 256.0
     """Mean output tokens of all finished answers."""
+    average_request: tuple[float, float] = (0.0, 256.0)
+    """Mean input and output tokens that count of a request, all calls of a program together."""
     foreseen_kv_tokens: float = 0.0
     """Input of calls that are expected in this frame and have not arrived."""
     tenant_service: Floats | None = None
@@ -104,6 +108,29 @@ class Estimates:
             self.prefill_s + self.mean_tokens * self.token_s, MIN_ENGINE_S, MAX_S
         )
         """Engine seconds that the rest of it takes."""
+
+    @property
+    def load(self) -> float:
+        """Share of the engine that all of it needs from now on to be in time; above 1: too much.
+
+        Engine seconds of the rest over the time that is left for it, of a program's call with
+        its share of what is foreseen of the program. What is late or best effort needs none.
+        """
+        rows = self.rows
+        work_s = self.engine_s.copy()
+        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        if calls.size:
+            program = rows.program[calls]
+            live = np.bincount(program, minlength=self.context.programs.num_indices)
+            token_s = float(self.token_s[calls].mean())
+            _, _, _, prefill_s, _ = self.context.step_time.coefficients
+            column = self.context.programs.column
+            rest_s = column("future_out") * token_s + column("future_new") * prefill_s
+            work_s[calls] += rest_s[program] / live[program]
+        ahead_s = np.where(rows.kind == LATENCY, (self.mean_tokens - 1) * rows.tbt_s, 0.0)
+        left_s = rows.due_s + ahead_s - self.context.now_s
+        counts = self.has_slo & (left_s > 0)
+        return float((work_s[counts] / np.maximum(left_s[counts], work_s[counts])).sum())
 
     def take(self, index: Ints) -> Estimates:
         """The estimates of the rows at ``index``."""
@@ -176,8 +203,8 @@ class Estimates:
         """Value, chance and slack if a decode step takes ``step_s`` from now on.
 
         Args:
-            bonus: value of a request that is met as a whole, beside that of its tokens and at
-                most as much: many little ones must not outweigh all that is large.
+            bonus: value of a request that is met as a whole, beside that of its tokens; at most
+                ``MOST_BONUS`` times as much, lest many little ones outweigh all that is large.
         """
         rows, kind = self.rows, self.rows.kind
         full = np.zeros(rows.size)
@@ -189,7 +216,7 @@ class Estimates:
         others = np.flatnonzero((kind != LATENCY) & (kind != BEST_EFFORT))
         if others.size:
             self._expect_answers(others, step_s, full, fraction, slack_s)
-            full[others] += np.minimum(full[others], bonus)
+            full[others] += np.minimum(full[others] * MOST_BONUS, bonus)
         rest = np.flatnonzero(kind == BEST_EFFORT)
         if rest.size:
             mean = self.mean_tokens[rest]
@@ -216,9 +243,11 @@ class Estimates:
         objective = self.context.objective
         is_whole = (in_time >= mean) & ~rows.was_late[index]
         tokens_value = objective.stream_value(mean, mean)
-        more = np.minimum(tokens_value, bonus)
+        more = np.minimum(tokens_value * MOST_BONUS, bonus)
         full[index] = tokens_value + more
-        worth = objective.stream_value(in_time, mean) + np.where(is_whole, more, 0.0)
+        # What was late is one more token of all of them: an objective may ask for every one.
+        worth = objective.stream_value(in_time, mean + rows.was_late[index])
+        worth = worth + np.where(is_whole, more, 0.0)
         fraction[index] = np.where(full[index] > 0, worth / np.maximum(full[index], 1e-300), 0.0)
         slack_s[index] = np.clip(slack, -MAX_S, MAX_S)
 
@@ -248,7 +277,9 @@ class Estimates:
             # What is to come after it is no more certain than the call's own length.
             call_spread = self._remaining.spread_tokens[index[unsure]]
             deviation = np.hypot(spread[unsure], call_spread)
-            fits[unsure] = _below((budget[unsure] / step_s - mean[unsure]) / deviation)
+            likely = _below((budget[unsure] / step_s - mean[unsure]) / deviation)
+            has_time = (budget + later_s)[unsure] >= step_s
+            fits[unsure] = np.where(has_time, likely, 0.0)
         fraction[index] = fits
         slack_s[index] = np.clip(budget - mean * step_s, -MAX_S, MAX_S)
         output = rows.generated_tokens[index] + mean
@@ -260,9 +291,8 @@ class Estimates:
         Completing a single call does not advance the stage, so every live call of a program
         gets the program's value density and the chance of its unlikeliest call. Slack is each
         call's own, up to the program's deadline: a stage's sub-deadline in its place costs
-        goodput. What earlier calls gave counts, and what a
-        pattern match still expects; without a match, as much for each stage still to come as
-        the stages so far have had on average.
+        goodput. What earlier calls gave counts, and what a pattern match still expects; without
+        a match, as much for each stage still to come as the stages so far have had on average.
         """
         rows, programs = self.rows, self.context.programs
         calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
@@ -287,7 +317,7 @@ class Estimates:
         done_out = np.where(is_open, np.minimum(done_out, live_out + future_out), done_out)
         inputs, outputs = live_in + future_in + done_in, live_out + future_out + done_out
         worth = self.context.objective.answer_value(inputs, outputs)
-        worth = worth + np.minimum(worth, bonus)
+        worth = worth + np.minimum(worth * MOST_BONUS, bonus)
         _, _, _, prefill_s, _ = self.context.step_time.coefficients
         typical_s = float(self.token_s[calls].mean())
         # What is known of the cache is known of what a match expects alone.

@@ -17,7 +17,13 @@ from scheduler.config import SchedulerConfig
 from scheduler.earnings import Earnings
 from scheduler.estimates import Estimates, FrameContext
 from scheduler.fairness import FairFunction, least_service_first
-from scheduler.lengths import LengthEstimates, OnlineClassLengths, equal_mass_points, refresh
+from scheduler.lengths import (
+    AverageRequest,
+    LengthEstimates,
+    OnlineClassLengths,
+    equal_mass_points,
+    refresh,
+)
 from scheduler.lifecycle import ENDED, RequestState
 from scheduler.objective import GoodputObjective, objective_of
 from scheduler.plan import (
@@ -93,6 +99,7 @@ class FrameManager:
         self.table = RequestTable()
         self.programs = Programs(timeout_s=config.program_timeout_s)
         self.tenants = Tenants()
+        self._average = AverageRequest()
         self._fair = fair
         self._live: dict[str, Request] = {}
         self._timers: list[tuple[float, int, str]] = []
@@ -161,6 +168,8 @@ class FrameManager:
             tenant=self.tenants.join(terms.tenant),
         )
         self.table.points[row] = self.lengths.points(request.slo_type)
+        if request.has_slo and (self.table.program[row] < 0 or self.programs.is_new):
+            self._average.begun()
         self._set_timer(request)
         self._news.append(request)
         if request.is_latency:
@@ -288,6 +297,8 @@ class FrameManager:
         was_stream = self.table.kind[row] == LATENCY
         is_reasoning = isinstance(request.terms.slo, ReasoningSlo)
         program, tenant = int(self.table.program[row]), int(self.table.tenant[row])
+        if is_finished and request.has_slo:
+            self._average.add(0 if was_stream else request.input_tokens, request.generated_tokens)
         if is_finished and self._is_answer_in_time(request):
             self._earnings.answer(request.input_tokens, request.generated_tokens)
         if program >= 0:
@@ -678,6 +689,7 @@ class FrameManager:
             frame_steps=self.config.frame_steps,
             frame_s=self.config.frame_s,
             average_tokens=max(self.lengths.average_tokens, 1.0),
+            average_request=(self._average.input_tokens, self._average.output_tokens),
             foreseen_kv_tokens=self.programs.foreseen_tokens(now_s, frame_end_s),
             tenant_service=self.tenants.service(),
         )

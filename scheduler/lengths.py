@@ -103,6 +103,39 @@ class OnlineClassLengths:
 _: type[LengthEstimates] = OnlineClassLengths
 
 
+class AverageRequest:
+    """Input and output tokens that count of a request lately: a stream, an answer or a program.
+
+    Of a stream the output alone. Half of what is known is forgotten every ``MEMORY`` requests.
+    """
+
+    MEMORY = 1024
+
+    def __init__(self) -> None:
+        self._num = 8.0
+        self._input = 0.0
+        self._output = self._num * PRIOR_TOKENS / 2
+
+    def begun(self) -> None:
+        """Another request that has an objective."""
+        self._num += 1
+        if self._num > self.MEMORY:
+            self._num, self._input, self._output = self._num / 2, self._input / 2, self._output / 2
+
+    def add(self, input_tokens: float, output_tokens: float) -> None:
+        """One of them, or a call of one, was answered."""
+        self._input += input_tokens
+        self._output += output_tokens
+
+    @property
+    def input_tokens(self) -> float:
+        return self._input / self._num
+
+    @property
+    def output_tokens(self) -> float:
+        return max(self._output / self._num, 1.0)
+
+
 def equal_mass_points(lengths: Sequence[float] | deque[int] | Points | Floats) -> Points:
     """``NUM_POINTS`` ascending points of a sample or of a forecast's own points.
 

@@ -86,15 +86,17 @@ class Planner:
         if must_run:
             scores[list(must_run)] = np.inf
         most = RANKED_PER_SLOT * capacity.max_batch + RANKED_AT_LEAST
+        barred = self._late_beyond(estimates, scores, capacity.max_batch)
+        barred[list(must_run)] = False
         candidates = Candidates(
             estimates=estimates,
             scores=scores,
             values=assessment.values,
-            ranked=best_first(scores, estimates.rows.serial, most),
+            ranked=best_first(scores, estimates.rows.serial, most, ~barred),
             is_pinned=table.is_pinned[index],
             frames_blocked=table.frames_blocked[index],
             must_run=must_run,
-            barred=self._late_beyond(estimates, scores, capacity.max_batch),
+            barred=barred,
             margin=margin,
         )
         return candidates, assessment
@@ -142,7 +144,6 @@ class Planner:
         num_must = len(candidates.must_run)
         slots = capacity.max_batch - num_must
         ranked = candidates.ranked[num_must:]
-        ranked = ranked[~candidates.barred[ranked]]
         if slots <= 0 or not ranked.size:
             return ranked[:0], capacity.max_batch
         beside = np.array(list(candidates.must_run), dtype=np.int64)
@@ -241,7 +242,7 @@ class Planner:
             passed_over=index[out],
             blocked=index[np.array(seating.no_kv, dtype=np.int64)],
             reserve=index[waiting],
-            is_contended=bool(waiting.size),
+            is_contended=bool(waiting.size or candidates.barred.any()),
             is_limited=size < capacity.max_batch,
         )
 

@@ -97,6 +97,8 @@ class Programs:
 
     def __init__(self, max_idle: int = 10_000, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._max_idle = max_idle
+        self.is_new = False
+        """Whether the last call that came was its program's first."""
         self._timeout_s = timeout_s
         self._index: dict[tuple[str, str], int] = {}
         self._keys: list[tuple[str, str]] = []
@@ -124,6 +126,7 @@ class Programs:
         """
         key = (tenant, program_id)
         index = self._index.get(key)
+        self.is_new = index is None
         if index is None:
             index = self._new(key)
             is_known = _MIN_ALLOWANCE_S <= allowance_s < _MAX_ALLOWANCE_S

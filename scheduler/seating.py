@@ -74,12 +74,12 @@ class Candidates:
     """Finite but for ``inf`` of those that must run; running ones with their margin."""
     values: Floats
     ranked: Ints
-    """The best of all, best first."""
+    """The best of those that are not barred, best first."""
     is_pinned: Bools
     frames_blocked: Floats
     must_run: dict[int, Reason]
     barred: Bools
-    """Who may not run now."""
+    """Who may run only where nobody else can."""
     margin: float
     """Share by which a request must be better to take another's place or KV."""
 
@@ -123,7 +123,7 @@ class Seater:
         for index in self._blocked_first(ranked):
             if free <= 0:
                 break
-            if self._is_running(index) or self._is_barred(index):
+            if self._is_running(index):
                 continue
             if self._leaves_room(index):
                 continue
@@ -134,7 +134,7 @@ class Seater:
                 result.no_kv.append(index)
                 # Nobody will make room for it later: it holds its place.
                 is_blocked |= not self._traits.may_displace or self._is_blocked_long(index)
-        return self._never_idle()
+        return self._never_idle(slots)
 
     def frame(self, group: Ints, size: int) -> Seating:
         """The policy's group in up to ``size`` places."""
@@ -151,7 +151,7 @@ class Seater:
         result.chosen = [index for index in result.chosen if index not in self._preempted]
         self._displace(size)
         self._fill(size)
-        return self._never_idle()
+        return self._never_idle(size)
 
     def add_line(self, size: int, wanted: Floats, slack_s: Floats | None) -> None:
         """Whom a part of the frame is left for, behind those that need only a part of it.
@@ -207,7 +207,8 @@ class Seater:
             if index not in chosen and index not in self._preempted
         ]
         excess = max(len(result.chosen) + len(outside) - size, 0)
-        num_barred = sum(self._is_barred(index) for index in outside)
+        # For nobody they need not leave.
+        num_barred = int(self._candidates.barred[outside].sum()) if result.chosen else 0
         most = min(max(excess, num_barred), len(outside), max(self._moves_left, 0))
         if self._traits.displace is DisplaceRule.BETTER_VALUE:
             leaving = self._outvalued(outside, most)
@@ -267,17 +268,19 @@ class Seater:
             if index not in taken:
                 self._try(index)
         rows = self._candidates.estimates.rows
-        if len(ranked) == rows.size or self._room.kv_tokens <= 0 or self._room.slots <= 0:
+        barred = self._candidates.barred
+        is_all = len(ranked) + int(barred.sum()) == rows.size
+        if is_all or self._room.kv_tokens <= 0 or self._room.slots <= 0:
             return
         # The best of all did not fit or were too few: whoever fits, however far behind.
-        is_left = (self._context + 1 <= self._room.kv_tokens) & ~rows.holds_kv
+        is_left = (self._context + 1 <= self._room.kv_tokens) & ~rows.holds_kv & ~barred
         is_left[ranked] = False
         more = best_first(self._scores, rows.serial, size - len(result.chosen), is_left)
         for index in more.tolist():
             self._try(index)
 
     def _try(self, index: int) -> None:
-        if self._leaves_room(index) or self._is_barred(index):
+        if self._leaves_room(index):
             return
         # Skip, not stop: one that does not fit must not starve those that do.
         if self._holds_kv(index) or self._room.take(self._kv_need(index)):
@@ -347,8 +350,14 @@ class Seater:
         swap_token_s = self._capacity.swap_token_s
         return recompute_s if swap_token_s is None else min(recompute_s, swap_token_s * kv_tokens)
 
-    def _never_idle(self) -> Seating:
-        """A prompt that never fits must run when nothing else does."""
+    def _never_idle(self, size: int) -> Seating:
+        """Who is barred runs where nobody else can; a prompt that never fits, after them."""
+        barred = self._candidates.barred
+        if not self._result.chosen and barred.any():
+            rows = self._candidates.estimates.rows
+            fits = barred & (rows.holds_kv | (self._context + 1 <= self._room.kv_tokens))
+            for index in best_first(self._scores, rows.serial, size, fits).tolist():
+                self._try(index)
         if not self._result.chosen and self._candidates.ranked.size:
             self._result.chosen = [int(self._candidates.ranked[0])]
         return self._result
@@ -397,9 +406,6 @@ class Seater:
 
     def _rank_key(self, index: int) -> tuple[float, int]:
         return -float(self._scores[index]), int(self._candidates.estimates.rows.serial[index])
-
-    def _is_barred(self, index: int) -> bool:
-        return bool(self._candidates.barred[index]) and index not in self._candidates.must_run
 
     def _is_running(self, index: int) -> bool:
         return bool(self._state[index] == RUNNING)

@@ -11,6 +11,9 @@ from scheduler.estimates import Estimates
 from scheduler.lengths import Information
 from scheduler.table import Bools, Floats, Ints
 
+NO_LIMIT = 1 << 40
+"""More requests than there can be."""
+
 
 class PrefillRule(enum.StrEnum):
     """How prompts and decoding share the engine."""
@@ -60,7 +63,7 @@ class Traits:
     def places_for_late(self, max_batch: int, num_in_time: int) -> int:
         """How many of those whose deadline has passed may run beside those that can make it."""
         if self.late_fraction is None or num_in_time == 0:
-            return max_batch
+            return NO_LIMIT
         return max(0, int(max_batch * self.late_fraction) - num_in_time)
 
 

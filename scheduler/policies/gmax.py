@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.cutoff import CutoffTuner
-from scheduler.estimates import Estimates
+from scheduler.estimates import Estimates, Expected
 from scheduler.lengths import Information
 from scheduler.policies.base import Assessment, DisplaceRule, Traits
 from scheduler.policies.grouping import best_batch_size, best_window
@@ -22,12 +22,20 @@ doubtful is paused more: it counts squared. 1 loses a twentieth of tokens and re
 overload, to programs that are begun and not finished; 3 gains requests for tokens."""
 BEST_EFFORT_WEIGHT = 0.05
 """Value of best-effort work against a stream of the same length in time."""
-REQUEST_WEIGHT = 1.5
-"""Most that a request which is met as a whole is worth beside its tokens, in average streams.
-Streams give the fewest tokens per second of the engine and take next to none of them: without
-it half of them are given up in overload for a twentieth more tokens."""
+REQUEST_WEIGHT = 1.0
+"""What a request that is met as a whole is worth beside its tokens, in requests of average
+size: at 1 tokens and requests count alike. Streams give the fewest tokens per second of the
+engine and take next to none of it: at 0 half of them are given up in overload for a twentieth
+more tokens."""
 LATE_FRACTION = 0.5
 """Work that is late already fills the batch up to here; each of it makes all steps longer."""
+LIGHT_LOAD = 1.1
+"""While all that is live together needs no more of the engine than this, who has the least time
+to spare comes first. By the sum of what each needs, evenly over its time; who can wait makes
+room for who cannot, so that a little more than 1 still fits."""
+SLACK_SCALE_S = 10.0
+HOPELESS = 0.02
+"""A chance below which nobody is served for having little time left."""
 EXPIRED_WEIGHT = 0.02
 """Value of work that is late already: it is served, after everything that can make it."""
 STARVATION_PER_FRAME = 0.002
@@ -53,7 +61,7 @@ class Gmax:
     """Ours: expected value per engine second, and as many at once as pays.
 
     Score = (objective value + what a met request is worth) x P(in time)^2 / engine seconds of
-    the rest. A program counts as a whole: what it got, what runs and what is expected of it.
+    the rest; while everything fits, least time to spare first. A program counts as a whole: what it got, what runs and what is expected of it.
     What is late already waits while the batch is half full of what is not.
 
     Of the ranked requests the first n run, with n as in ``grouping``; a group
@@ -97,6 +105,8 @@ class Gmax:
         value[best_effort] *= BEST_EFFORT_WEIGHT
         if self._parts.has_gmax:
             scores = self._score(estimates, value, plain)
+            if estimates.load <= LIGHT_LOAD:
+                scores = _least_slack_first(estimates, expected, scores, plain)
         else:
             average = estimates.context.average_tokens
             scores = plain * average / np.maximum(estimates.mean_tokens, 1.0)
@@ -157,10 +167,24 @@ class Gmax:
         return self._batch_size
 
 
+def _least_slack_first(
+    estimates: Estimates, expected: Expected, scores: Floats, plain: float
+) -> Floats:
+    """Everything fits: in the order of time to spare, and behind it what has none to lose."""
+    in_time = estimates.has_slo & ~estimates.is_expired & (expected.in_time_fraction >= HOPELESS)
+    slack_s = np.maximum(expected.slack_s, 0.0)
+    first = plain * (1.0 + SLACK_SCALE_S / (SLACK_SCALE_S + slack_s))
+    # As fractions of a stream's: whatever their amounts, they stay behind.
+    most = max(float(scores.max(initial=0.0)), 1e-300)
+    return np.where(in_time, first, plain * np.minimum(scores / most, 1.0))
+
+
 def _request_bonus(estimates: Estimates) -> float:
     """What a request that is met is worth beside its tokens."""
-    length = np.array([max(estimates.context.average_tokens, 1.0)])
-    return REQUEST_WEIGHT * float(estimates.context.objective.stream_value(length, length)[0])
+    input_tokens, output_tokens = estimates.context.average_request
+    objective = estimates.context.objective
+    worth = objective.answer_value(np.array([input_tokens]), np.array([output_tokens]))
+    return REQUEST_WEIGHT * float(worth[0])
 
 
 def _plain_stream_score(estimates: Estimates) -> float:
