@@ -61,8 +61,9 @@ class Gmax:
     """Ours: expected value per engine second, and as many at once as pays.
 
     Score = (objective value + what a met request is worth) x P(in time)^2 / engine seconds of
-    the rest; while everything fits, least time to spare first. A program counts as a whole: what it got, what runs and what is expected of it.
-    What is late already waits while the batch is half full of what is not.
+    the rest; while everything fits, least time to spare first. A program counts as a whole: what
+    it got, what runs and what is expected of it. What is late already waits while the batch is
+    half full of what is not.
 
     Of the ranked requests the first n run, with n as in ``grouping``; a group
     of more alike contexts replaces them where the step-time model says it earns more.
