@@ -7,6 +7,8 @@ whether an agent uses one at this very step says little (docs/decisions/0011). A
 one term to the score of each pattern that is left: nothing is computed anew.
 """
 
+import math
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +47,8 @@ MODEL_PENALTY = 4.0
 """Another model, where no pattern has this one: rather what nearly fits than nothing."""
 TOP = 64
 """Patterns that the outlook is a mixture of."""
+FEW_PATTERNS_DOUBT = 0.5
+"""Standard deviation that is taken of programs like a single one seen, in shares of its own."""
 FORGETTING = 0.5
 """Weight of a stage against the one after it: what came last says most of what comes next."""
 MIN_OF_APPLICATION = 8
@@ -71,6 +75,7 @@ class Remaining(msgspec.Struct, frozen=True):
         calls, input_tokens, output_tokens: of those stages together.
         new_tokens: of that input what will not be in the prefix cache.
         longest_tokens: the longest call of each of those stages, added up.
+        spread_tokens: standard deviation of that among the patterns that still fit.
         tool_s: tool time before those stages, added up.
         missing_calls: calls of the open stage that have not arrived yet.
         missing_input_tokens, missing_output_tokens: of those calls together.
@@ -87,6 +92,7 @@ class Remaining(msgspec.Struct, frozen=True):
     output_tokens: float
     new_tokens: float
     longest_tokens: float
+    spread_tokens: float
     tool_s: float
     missing_calls: float
     missing_input_tokens: float
@@ -209,6 +215,8 @@ class _Mixture:
         self._rank = rank
         """0 for the first stage that is not over."""
         self._weight = share[owner]
+        self._owner, self._share = owner, share
+        self._num_seen = max(float(pack.weight[alive].sum()), 1.0)
         self._values = values_of(pack.codes[:, first[owner] + rank])
         self._time_s = (
             self._values[TOOL]
@@ -216,6 +224,13 @@ class _Mixture:
             + self._values[LONGEST] * pace.step_s
             + self._values[OUTPUT] * pace.token_s
         )
+
+    def _spread(self, tokens: Floats) -> float:
+        """Standard deviation of the patterns' sums; of the mean of few, its own doubt beside."""
+        sums = np.bincount(self._owner, weights=tokens, minlength=len(self._share))
+        mean = float((self._share * sums).sum())
+        variance = float((self._share * (sums - mean) ** 2).sum())
+        return math.sqrt(variance + (FEW_PATTERNS_DOUBT * mean) ** 2 / self._num_seen)
 
     def remaining(self, calls_arrived: int | None, num_patterns: int) -> Remaining:
         """``calls_arrived`` of the stage that is open; None where none is."""
@@ -236,6 +251,7 @@ class _Mixture:
             output_tokens=float((later * values[OUTPUT]).sum()),
             new_tokens=float((later * values[NEW]).sum()),
             longest_tokens=float((later * values[LONGEST]).sum()),
+            spread_tokens=self._spread(np.where(later > 0, values[LONGEST], 0.0)),
             tool_s=float((later * values[TOOL]).sum()),
             missing_calls=float((now * missing).sum()),
             missing_input_tokens=float((now * missing * per_call * values[INPUT]).sum()),

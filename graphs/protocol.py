@@ -15,7 +15,7 @@ from core.channel import Codec
 from graphs.shape import Call, Pace
 
 MAGIC = b"JSG"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BATCH = 256
 """Most events in one message."""
 MAX_OUTLOOKS = 64
@@ -105,6 +105,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
         calls, stages, input_tokens, output_tokens: still to come; the first and the last two
             include calls of this stage that have not arrived yet.
         stage_tokens: the longest call of each stage to come, added up.
+        spread_tokens: standard deviation of that: how sure it is.
         tool_s: tool time before those stages, added up.
         stage_due_s: absolute sub-deadline of the live stage; None between two stages.
         next_call_s: absolute: when the next stage is expected to begin; None during a stage or
@@ -127,6 +128,7 @@ class Outlook(msgspec.Struct, frozen=True, array_like=True):
     next_call_s: float | None = None
     next_input_tokens: float = 0.0
     new_tokens: float = 0.0
+    spread_tokens: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -197,6 +199,7 @@ def check_outlook(outlook: Outlook) -> None:
         outlook.input_tokens,
         outlook.output_tokens,
         outlook.stage_tokens,
+        outlook.spread_tokens,
         outlook.tool_s,
         outlook.next_input_tokens,
         outlook.new_tokens,

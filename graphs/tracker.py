@@ -305,6 +305,7 @@ class Tracker:
             input_tokens=max(input_tokens, 0.0) + remaining.missing_input_tokens,
             output_tokens=max(output_tokens, 0.0) + remaining.missing_output_tokens,
             stage_tokens=remaining.longest_tokens,
+            spread_tokens=remaining.spread_tokens,
             tool_s=max(remaining.tool_s - sum(one.tool_s for one in ahead), 0.0),
             stage_due_s=None if is_between else self._due_s(running, stage, opened, remaining),
             next_call_s=_next_call_s(graph, remaining) if is_between else None,

@@ -284,6 +284,7 @@ def _as_expected(outlook: Outlook) -> ProgramOutlook | None:
         future_input_tokens=outlook.input_tokens,
         future_output_tokens=outlook.output_tokens,
         future_stage_tokens=outlook.stage_tokens,
+        future_spread_tokens=outlook.spread_tokens,
         future_tool_s=outlook.tool_s,
         stage_due_s=outlook.stage_due_s,
         future_new_tokens=outlook.new_tokens,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from program_shapes import CODE_ERROR, PACE, Part, chain, packed, seconds_of, shape_of
 
 from graphs.matcher import (
+    FEW_PATTERNS_DOUBT,
     FORGETTING,
     MAX_PENALTY,
     MIN_OF_APPLICATION,
@@ -500,3 +501,27 @@ def test_nothing_that_is_told_is_ever_below_zero_or_no_number(
             before = len(match)
             match.close_stage(stage)
             assert len(match) <= before
+
+
+# How sure the rest is.
+
+
+def test_the_doubt_is_how_far_the_patterns_are_apart() -> None:
+    # Both fit alike after the first stage; what follows is 100 or 300 tokens long.
+    pack = PatternPack([chain(50, 100), chain(50, 300)], [1000.0, 1000.0])
+    found = seen(followed(pack, chain(50).stages[0]))
+    assert found.longest_tokens == near(200)
+    assert found.spread_tokens == pytest.approx(100, rel=0.06)
+
+
+def test_one_program_seen_once_is_little_to_go_by_and_often_seen_it_is_certain() -> None:
+    once = seen(followed(PatternPack([chain(50, 200)], [1.0]), chain(50).stages[0]))
+    often = seen(followed(PatternPack([chain(50, 200)], [10_000.0]), chain(50).stages[0]))
+    assert once.spread_tokens == pytest.approx(FEW_PATTERNS_DOUBT * 200, rel=0.06)
+    assert often.spread_tokens == pytest.approx(0.005 * 200, rel=0.06)
+
+
+def test_at_the_end_there_is_nothing_to_doubt() -> None:
+    pack = packed(chain(50, 200))
+    match = followed(pack, chain(50).stages[0])
+    assert seen(match, opening(Part((200,)))).spread_tokens == 0.0
