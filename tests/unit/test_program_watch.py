@@ -559,6 +559,7 @@ def test_an_outlook_reaches_the_frame_manager(world: World) -> None:
         input_tokens=100.0,
         output_tokens=50.0,
         stage_tokens=40.0,
+        spread_tokens=15.0,
         tool_s=7.0,
         stage_due_s=START_S + 20,
         next_call_s=START_S + 30,
@@ -566,8 +567,8 @@ def test_an_outlook_reaches_the_frame_manager(world: World) -> None:
     )
     world.watch.take((found,))
     assert world.expected(
-        world.latest, "future_in", "future_out", "future_stage", "future_tool_s"
-    ) == [100, 50, 40, 7]
+        world.latest, "future_in", "future_out", "future_stage", "future_spread", "future_tool_s"
+    ) == [100, 50, 40, 15, 7]
     assert world.expected(world.latest, "stage_due_s", "next_call_s", "next_in") == [
         START_S + 20,
         START_S + 30,
