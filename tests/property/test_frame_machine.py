@@ -140,6 +140,7 @@ class FrameMachine(RuleBasedStateMachine):
             future_input_tokens=tokens,
             future_output_tokens=tokens,
             future_stage_tokens=tokens,
+            future_spread_tokens=tokens,
             future_tool_s=tool_s,
             next_call_s=at_s,
             next_input_tokens=tokens,

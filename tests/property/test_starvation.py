@@ -31,7 +31,7 @@ def test_every_variant_of_gmax_has_the_bound() -> None:
 def test_the_oldest_passed_over_starts_within_the_bound(
     policy: str, slo: Slo, num_passed_over: int, better: Slo, input_tokens: int
 ) -> None:
-    """Of the passed-over ones an eighth of the batch, here one, goes first at a time.
+    """Of the passed-over ones one for 64 places, here one, goes first at a time.
 
     So the k-th starts at most ``starvation_frames`` + k times one's frames after it came.
     """

@@ -45,6 +45,7 @@ class Ask:
     points: tuple[float, ...] | None = None
     state: int = WAITING
     waited: float = 0
+    was_late: bool = False
     priority: int = 0
     known: int | None = None
     program: int = -1
@@ -75,6 +76,7 @@ def table_of(*asks: Ask, quantile: float = 0.9) -> RequestTable:
         table.generated_tokens[row] = ask.generated
         table.state[row] = ask.state
         table.frames_waited[row] = ask.waited
+        table.was_late[row] = ask.was_late
         table.points[row] = ask.points or ask.mean + ask.generated
         refresh(table, np.array([row]), quantile)
         if ask.points is None:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import ABSURD, BEST_EFFORT, NOW_S, STEP_S, Ask, estimates_of, floats, frame_context, steps
 
-from core.slo import CompoundSlo, DeadlineSlo, LatencySlo, ReasoningSlo
+from core.slo import CompoundSlo, DeadlineSlo, LatencySlo, ReasoningSlo, Slo
 from scheduler.estimates import Estimates, Expected
 from scheduler.lengths import Information
 from scheduler.objective import WeightedTokens, WholeRequests
 from scheduler.programs import ProgramOutlook, Programs
-from scheduler.step_time import StepTimeModel
+from scheduler.step_time import StepObservation, StepTimeModel
 from scheduler.table import PARKED, PREEMPTED, RUNNING, WAITING
 
 DETAILED = StepTimeModel.known(0.08, 0.01, 1e-5, 1e-4)
@@ -164,6 +164,43 @@ def test_the_estimates_of_some_rows_are_those_rows_of_all() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ask", "load"),
+    [
+        (Ask(slo=DeadlineSlo(25.0), state=RUNNING), 12.5 / 25),
+        (Ask(slo=DeadlineSlo(5.0), state=RUNNING), 1.0),  # all of the engine, and no more
+        (Ask(slo=LatencySlo(5.0, 0.25), mean=41, state=RUNNING), 41 / 8 / (5 + 40 / 4)),
+        (Ask(slo=CompoundSlo(25.0, "p"), state=RUNNING), 12.5 / 25),
+        (Ask(slo=DeadlineSlo(-1.0), state=RUNNING), 0.0),
+        (Ask(), 0.0),
+    ],
+    ids=["deadline", "tight deadline", "stream", "call", "late", "best effort"],
+)
+def test_the_load_is_the_share_of_the_engine_that_each_needs_until_it_is_due(
+    ask: Ask, load: float
+) -> None:
+    assert estimates_of(ask).load == pytest.approx(load)
+    assert estimates_of(ask, ask).load == pytest.approx(2 * load)
+
+
+def test_nothing_is_no_load() -> None:
+    assert estimates_of().load == 0
+
+
+def test_what_is_foreseen_of_a_program_is_load_once_however_many_of_its_calls_are_live() -> None:
+    programs = Programs()
+    outlook = ProgramOutlook(future_input_tokens=1024, future_output_tokens=20)
+    rows = [
+        Ask(slo=CompoundSlo(64.0, "p"), mean=64, program=program, state=RUNNING)
+        for program in [programs.join("", "p", is_final=False) for _ in range(2)]
+    ]
+    programs.expect("", "p", outlook)
+    step_time = StepTimeModel.known(STEP_S, prefill_s=1 / 1024)
+    # Two calls of 8 s, and 1 s of prompts and 2.5 s of steps to come.
+    load = estimates_of(*rows, programs=programs, step_time=step_time).load
+    assert load == pytest.approx((8 + 8 + 1 + 2.5) / 64)
+
+
+@pytest.mark.parametrize(
     ("information", "tokens"),
     [(Information.FORECAST, 165), (Information.KNOWN, 40), (Information.AVERAGE, 70)],
 )
@@ -220,6 +257,28 @@ def test_a_stream_must_prefill_before_its_next_token() -> None:
     waiting = stream(1.125, 0.25, state=WAITING, input_tokens=1000)
     found = expected(waiting, step_time=StepTimeModel.known(STEP_S, prefill_s=1e-3))
     assert found.slack_s == pytest.approx([0.0])
+
+
+@pytest.mark.parametrize("slo", [LatencySlo(20.0, 0.25), DeadlineSlo(20.0), CompoundSlo(20.0, "p")])
+def test_until_the_first_token_every_chunk_of_a_prompt_takes_a_decode_step_as_well(
+    slo: Slo,
+) -> None:
+    # 1,000 tokens in chunks of 250 beside decodes: four steps of 1/8 s and 1 s of their own.
+    step_time = StepTimeModel.known(STEP_S, prefill_s=1e-3)
+    step_time.observe(StepObservation(STEP_S + 0.25, 1, 0, 250))
+    found, held = (
+        estimates_of(Ask(slo=slo, input_tokens=1000, state=state), step_time=step_time)
+        for state in (WAITING, RUNNING)
+    )
+    token_s = step_time.prompt_token_s(STEP_S)
+    assert token_s == pytest.approx(STEP_S / 250 + step_time.prefill_s(1), rel=1e-3)
+    assert found.wait_s == pytest.approx([1000 * token_s])
+    assert held.wait_s.tolist() == [0]
+    sooner = held.expected(STEP_S).slack_s - found.expected(STEP_S).slack_s
+    assert sooner == pytest.approx([1000 * token_s])
+    # Of the engine it takes no more than before: those decodes are others' tokens.
+    prefill_s = step_time.prefill_s(1000)
+    assert found.engine_s - held.engine_s == pytest.approx([prefill_s])
 
 
 def test_more_requests_at_once_leave_a_stream_less_in_time() -> None:
@@ -354,17 +413,15 @@ def test_the_stages_still_to_come_take_from_the_time_of_this_one() -> None:
     assert calls((29, 160), programs=programs).in_time_fraction.tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("stage_in_s", "slack_s"), [(5.0, 0.0), (20.0, 7.5), (500.0, 47.5), (-5.0, 0.0)]
-)
-def test_a_stage_due_sooner_makes_it_more_urgent_but_never_late(
-    stage_in_s: float, slack_s: float
+@pytest.mark.parametrize("stage_in_s", [5.0, 20.0, 500.0, -5.0])
+def test_the_slack_of_a_call_is_up_to_its_programs_deadline_whenever_its_stage_is_due(
+    stage_in_s: float,
 ) -> None:
     programs = Programs()
     programs.join("", "p", is_final=False)
     programs.expect("", "p", ProgramOutlook(stage_due_s=NOW_S + stage_in_s))
     found = calls((60, 100), programs=programs)
-    assert found.slack_s.tolist() == [slack_s]
+    assert found.slack_s.tolist() == [60 - 100 * STEP_S]
     assert found.in_time_fraction.tolist() == [1]
 
 
@@ -427,17 +484,66 @@ def test_the_straggler_of_a_stage_has_least_time_to_lose() -> None:
     programs.join("", "p", is_final=False)
     programs.expect("", "p", ProgramOutlook(stage_due_s=NOW_S + 20))
     found = calls((60, 8), (60, 80), (60, 40), programs=programs)
-    assert found.slack_s.tolist() == [19, 10, 15]
+    assert found.slack_s.tolist() == [59, 50, 55]
     assert found.in_time_fraction.tolist() == [1, 1, 1]
 
 
-def test_a_stage_that_is_late_by_its_own_date_is_urgent_and_can_still_make_it() -> None:
+def test_a_stage_that_is_late_by_its_own_date_can_still_make_it() -> None:
     programs = Programs()
     programs.join("", "p", is_final=False)
     programs.expect("", "p", ProgramOutlook(future_tool_s=20.0, stage_due_s=NOW_S - 3))
     found = calls((60, 80), programs=programs)
-    assert found.slack_s.tolist() == [0]
+    assert found.slack_s.tolist() == [30]
     assert found.in_time_fraction.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("due_in_s", "deviations"), [(30.0, 0.0), (35.0, 0.8), (25.0, -0.8), (42.5, 2.0)]
+)
+def test_where_the_rest_is_uncertain_a_call_is_as_likely_as_a_normal_of_both_spreads(
+    due_in_s: float, deviations: float
+) -> None:
+    # 160 tokens to come of the call and 80 after it: 30 s. Spreads of 30 and 40 make 50 tokens.
+    programs = Programs()
+    program = programs.join("", "p", is_final=False)
+    outlook = ProgramOutlook(future_stage_tokens=80, future_spread_tokens=40)
+    programs.expect("", "p", outlook)
+    points = tuple([130.0] * 16 + [190.0] * 16)
+    ask = Ask(slo=CompoundSlo(due_in_s, "p"), points=points, program=program, state=RUNNING)
+    found = expected(ask, programs=programs)
+    normal = (1 + math.erf(deviations / math.sqrt(2))) / 2
+    assert found.in_time_fraction == pytest.approx([normal], abs=0.01)
+    # To the last digit the logistic curve.
+    logistic = 1 / (1 + math.exp(-1.702 * deviations))
+    assert found.in_time_fraction == pytest.approx([logistic])
+
+
+def test_a_program_whose_end_nothing_tells_is_as_uncertain_as_its_stages() -> None:
+    programs = Programs()
+    first = programs.join("", "done", is_final=False, allowance_s=60.0)
+    programs.leave(first, input_tokens=1, output_tokens=1)
+    second = programs.join("", "done", is_final=False)
+    programs.leave(second, input_tokens=1, output_tokens=1)
+    programs.close("", "done")
+    open_ended = programs.join("", "p", is_final=False, allowance_s=60.0)
+    assert programs.stages_to_come.tolist() == [1]
+    # 100 tokens of the call and a stage of 200: in 37.5 s by a half, and one of 200 in 25 s more.
+    for due_in_s, deviations in ((37.5, 0), (62.5, 1)):
+        ask = Ask(slo=CompoundSlo(due_in_s, "p"), program=open_ended, state=RUNNING)
+        found = expected(ask, programs=programs, average_tokens=200.0)
+        logistic = 1 / (1 + math.exp(-1.702 * deviations))
+        assert found.in_time_fraction == pytest.approx([logistic])
+
+
+@pytest.mark.parametrize("due_in_s", [-10.0, 0.0, STEP_S / 2])
+def test_a_call_without_the_time_of_a_token_cannot_make_it_however_uncertain_the_rest(
+    due_in_s: float,
+) -> None:
+    programs = Programs()
+    programs.join("", "p", is_final=False)
+    outlook = ProgramOutlook(future_stage_tokens=80, future_spread_tokens=4000)
+    programs.expect("", "p", outlook)
+    assert calls((due_in_s, 1), programs=programs).in_time_fraction.tolist() == [0]
 
 
 def test_of_a_closed_program_nothing_takes_from_its_last_stage() -> None:
@@ -518,6 +624,7 @@ def test_whatever_is_claimed_every_estimate_is_a_finite_number(
         future_input_tokens=future,
         future_output_tokens=future,
         future_stage_tokens=future,
+        future_spread_tokens=future,
         future_tool_s=future,
         stage_due_s=due_s,
         next_call_s=due_s,
@@ -539,6 +646,7 @@ def test_whatever_is_claimed_every_estimate_is_a_finite_number(
             assert np.isfinite(values).all(), name
             if name.endswith("fraction") or name == "bandwidth":
                 assert ((values >= 0) & (values <= 1)).all(), name
+    assert 0 <= estimates.load <= len(asks)
     assert (estimates.engine_s > 0).all()
     assert (estimates.frame_tokens >= 1).all()
     assert (estimates.frame_tokens <= context.frame_tokens).all()

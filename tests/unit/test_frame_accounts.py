@@ -8,7 +8,7 @@ from plan_engine import BEST_EFFORT, FRAME_S, RUNNING, Engine
 from core.slo import CompoundSlo, DeadlineSlo, LatencySlo, OnMiss, ReasoningSlo, RequestTerms
 from scheduler.lifecycle import RequestState
 from scheduler.plan import PlanKind
-from scheduler.step_time import StepTimeModel
+from scheduler.step_time import StepObservation, StepTimeModel
 
 # What is kept -------------------------------------------------------------------------------------
 
@@ -102,6 +102,24 @@ def test_an_early_boundary_ages_nobody_and_moves_few() -> None:
     assert waits.frames_waited == 2
 
 
+@pytest.mark.parametrize(("ttft_s", "is_early"), [(1.5, True), (2.5, False)])
+def test_a_first_token_is_at_risk_where_its_chunks_wait_for_decode_steps(
+    ttft_s: float, is_early: bool
+) -> None:
+    # Chunks of 100 beside decodes of 1/64 s: 6,400 tokens take a second, the frame another one.
+    step_time = StepTimeModel.known(1 / 64)
+    step_time.observe(StepObservation(1 / 64, 1, 0, 100))
+    engine = Engine("gmax", max_batch=1, step_time=step_time)
+    engine.arrive("runs")
+    engine.plan()
+    engine.decode(16, 1 / 64)
+    engine.clock.advance(-0.25)  # as if no time had passed: the frame's second is ahead
+    engine.arrive("stream", LatencySlo(ttft_s, 0.5), input_tokens=6400)
+    plan = engine.tick()
+    assert (plan is not None) == is_early
+    assert plan is None or plan.kind is PlanKind.EARLY
+
+
 # What is learnt -----------------------------------------------------------------------------------
 
 
@@ -152,6 +170,24 @@ def test_an_idle_hour_is_not_charged_to_the_cutoff() -> None:
     assert told == [False, True, False]
 
 
+def test_the_average_request_is_one_with_an_objective_and_a_program_is_one() -> None:
+    engine = Engine("gmax")
+    slos = {"a": DeadlineSlo(60), "b": LatencySlo(5, 0.1), "c": BEST_EFFORT}
+    slos |= {"d": CompoundSlo(60, "p"), "e": CompoundSlo(60, "p"), "aborted": DeadlineSlo(60)}
+    for name, slo in slos.items():
+        engine.arrive(name, slo, input_tokens=90)
+        engine.run(name)
+        engine.frames.progressed(name, 48)
+        if name == "aborted":
+            engine.frames.ended(name, RequestState.ABORTED)
+        else:
+            engine.finish(name)
+    average = engine.frames._average
+    # Beside eight of 256 tokens: an answer, a stream, a program and one that came to nothing.
+    assert average.input_tokens == 3 * 90 / 12
+    assert average.output_tokens == (8 * 256 + 4 * 48) / 12
+
+
 def test_until_it_answers_a_reasoning_request_is_as_long_as_its_thinking() -> None:
     engine = Engine("gmax", step_time=StepTimeModel.known(0.1))
     for index in range(8):
@@ -178,6 +214,56 @@ def test_a_program_that_never_ends_does_not_outrank_everybody() -> None:
     engine.arrive("next call", CompoundSlo(3e7, "session"), input_tokens=100)
     engine.arrive("answer", DeadlineSlo(5), input_tokens=300)
     assert engine.next_frame().admit == ("answer",)
+
+
+@pytest.mark.parametrize("num_calls", [3, 200])
+def test_nor_does_it_in_an_overload_for_all_that_it_has_got(num_calls: int) -> None:
+    # Calls of 300 tokens and a second each. What it has got counts as much as what is to come,
+    # however much it is: 600 a second, against the answer's 700.
+    engine = Engine("gmax", max_batch=1, step_time=StepTimeModel.known(0.01))
+    for index in range(num_calls):
+        engine.arrive(f"call {index}", CompoundSlo(3e7, "session"), input_tokens=200)
+        engine.plan()
+        engine.frames.progressed(f"call {index}", 100)
+        engine.finish(f"call {index}")
+    engine.arrive("next call", CompoundSlo(3e7, "session"), input_tokens=200)
+    engine.arrive("answer", DeadlineSlo(5), input_tokens=600)
+    for name in ("no time 1", "no time 2"):
+        engine.arrive(
+            name, DeadlineSlo(1.5), input_tokens=1
+        )  # half a second once the frame is over
+    for name in ("next call", "answer", "no time 1", "no time 2"):
+        engine.frames.forecast(name, [100.0])
+    assert engine.next_frame().admit == ("answer",)
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_stream_with_a_late_token_is_not_met_whatever_follows(is_stepped: bool) -> None:
+    engine = Engine("gmax", step_time=StepTimeModel.known(0.01))
+
+    def one_token(after_s: float) -> float | None:
+        engine.clock.advance(after_s)
+        engine.tick()
+        request = engine.frames.get("stream")
+        assert request is not None
+        if is_stepped:
+            engine.frames.stepped([request])
+        else:
+            engine.frames.progressed("stream", request.generated_tokens + 1)
+        engine.next_frame()
+        decision = engine.frames.explain("stream")
+        assert decision is not None
+        return decision.in_time_fraction
+
+    engine.arrive("stream", LatencySlo(1.0, 2.0))
+    engine.frames.forecast("stream", [50.0])
+    engine.plan()
+    assert one_token(0.5) == 1  # due at 1 s; the next at 3 s, by a clock of 1.5 s
+    # Half a second late; the next, due at 5 s, can be in time. The request's own worth is lost:
+    # that of the average of eight of 256 tokens and this one, which has not ended.
+    own = 8 * 256 / 9
+    assert one_token(2.0) == pytest.approx(48 / (48 + own))
+    assert one_token(0.0) == pytest.approx(47 / (47 + own))
 
 
 def test_those_that_run_in_any_case_slow_the_others_down() -> None:

@@ -82,8 +82,15 @@ def test_the_line_is_in_the_order_of_the_ranking() -> None:
     engine = jit_engine(max_batch=4, max_moves_fraction=1.0)
     for name in "abcd":
         engine.arrive(name, needing(8))
-    for name, tokens in (("later", 1), ("last", 1), ("first", 4), ("second", 3)):
-        engine.arrive(name, needing(tokens))
+    # Beyond one and a half average streams the longer has the less for the request, per token.
+    for name, tokens, length in (
+        ("later", 1, 600),
+        ("last", 1, 700),
+        ("first", 4, 400),
+        ("second", 3, 500),
+    ):
+        engine.arrive(name, needing(tokens), max_output_tokens=1000)
+        engine.frames.forecast(name, [length])
     assert engine.plan().line == ("first", "second", "later", "last")
 
 
@@ -95,7 +102,9 @@ def test_the_line_is_in_the_order_of_the_ranking() -> None:
 def test_who_does_not_fall_behind_before_the_frame_ends_is_not_in_line(slo: Any) -> None:
     engine = jit_engine()
     engine.arrive("a", needing(3))
-    engine.arrive("b", slo)
+    # So long that its input hardly counts: a second of it is worth less than one of a.
+    engine.arrive("b", slo, max_output_tokens=2000)
+    engine.frames.forecast("b", [1000.0])
     plan = engine.plan()
     assert (plan.admit, plan.line) == (("a",), ())
     assert plan.tokens == {"a": 3}
@@ -360,7 +369,8 @@ def test_a_turn_admits_nobody_whose_kv_does_not_fit_any_more() -> None:
     engine = jit_engine(max_batch=2, total_kv=1000)
     engine.arrive("a", needing(8), input_tokens=300)
     engine.arrive("b", needing(8), input_tokens=300)
-    engine.arrive("line", needing(1), input_tokens=250)
+    engine.arrive("line", needing(1), input_tokens=250, max_output_tokens=1000)
+    engine.frames.forecast("line", [1000.0])  # worth less per token than those of up to 100
     assert engine.plan().line == ("line",)
     decode(engine, 2)
     engine.finish("a")

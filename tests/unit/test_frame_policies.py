@@ -44,9 +44,17 @@ def steady_engine(policy: str, max_batch: int = 1, **more: Any) -> Engine:
     return Engine(policy, max_batch=max_batch, step_time=StepTimeModel.known(STEP_S), **more)
 
 
-def first_admitted(engine: Engine) -> str:
+def overload(engine: Engine) -> Engine:
+    """With two more that take all of their time each, and cannot make it."""
+    for index in range(2):
+        engine.arrive(f"hopeless {index}", DeadlineSlo(0.25), max_output_tokens=100)
+        engine.frames.forecast(f"hopeless {index}", [90.0])
+    return engine
+
+
+def first_admitted(engine: Engine, *, is_overload: bool = False) -> str:
     """Who gets the one place."""
-    (name,) = engine.plan().admit
+    (name,) = (overload(engine) if is_overload else engine).plan().admit
     return name
 
 
@@ -319,6 +327,192 @@ def test_ltr_runs_the_shortest_forecast_and_promotes_what_was_passed_over_for_lo
     assert engine.next_frame().run == ("long",)
 
 
+# What is late waits -------------------------------------------------------------------------------
+
+LATE = DeadlineSlo(0.5)
+PATIENT = LatencySlo(100.0, 0.5)
+
+
+def late_engine(num_late: int = 4, *, policy: str = "gmax", max_batch: int = 4, **more: Any) -> Any:
+    """So many answers wait whose deadline passed a quarter of a second ago."""
+    engine = steady_engine(policy, max_batch, **more)
+    for index in range(num_late):
+        engine.arrive(f"late {index}", LATE)
+    engine.clock.advance(0.75)
+    return engine
+
+
+def late_ones(names: tuple[str, ...]) -> int:
+    return sum(name.startswith("late") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("in_time", "beside"),
+    [
+        ([], 4),
+        ([BEST_EFFORT] * 2, 2),
+        ([PATIENT], 1),
+        ([PATIENT] * 2, 0),
+        ([CompoundSlo(100.0, "p"), DeadlineSlo(100.0), PATIENT], 0),
+    ],
+)
+def test_what_is_late_fills_the_batch_up_to_a_half_beside_what_can_be_in_time(
+    in_time: list[Slo], beside: int
+) -> None:
+    # Best-effort work has no objective: it keeps nobody waiting, and goes before what is late.
+    engine = late_engine()
+    for index, slo in enumerate(in_time):
+        engine.arrive(f"r{index}", slo)
+    plan = engine.plan()
+    assert late_ones(plan.admit) == beside
+    assert len(plan.admit) == beside + len(in_time)
+
+
+def test_a_program_past_its_deadline_waits_too_and_a_stream_behind_its_timeline_does_not() -> None:
+    engine = steady_engine("gmax", 2)
+    engine.arrive("late call", CompoundSlo(0.5, "p"))
+    engine.arrive("stream behind", LatencySlo(0.5, 1.0))
+    engine.clock.advance(0.75)
+    assert engine.plan().admit == ("stream behind",)
+
+
+def test_late_work_that_runs_is_parked_as_far_as_moves_go() -> None:
+    engine = late_engine()
+    engine.run(*(f"late {index}" for index in range(4)))
+    for index in range(2):
+        engine.arrive(f"stream {index}", PATIENT)
+    plan = engine.plan()
+    assert (len(plan.park), set(plan.admit)) == (2, {"stream 0", "stream 1"})
+    plan = engine.next_frame()
+    assert (len(plan.park), plan.admit) == (2, ())
+    assert set(engine.names(RUNNING)) == {"stream 0", "stream 1"}
+
+
+def test_late_work_does_not_enter_inside_a_frame_either() -> None:
+    engine = late_engine(max_batch=2)
+    engine.arrive("stream", PATIENT)
+    assert engine.plan().admit == ("stream",)
+    engine.arrive("whenever", BEST_EFFORT)
+    assert engine.plan().admit == ("whenever",)
+    engine.finish("whenever")
+    engine.tick()
+    assert engine.names(RUNNING) == ["stream"]
+    engine.finish("stream")
+    assert late_ones(engine.plan().admit) == 2
+
+
+def test_late_work_that_waited_for_as_long_as_may_be_runs_beside_what_is_in_time() -> None:
+    engine = late_engine(starvation_frames=3)
+    for index in range(4):
+        engine.arrive(f"stream {index}", PATIENT)
+    engine.plan()
+    for _ in range(2):
+        assert late_ones(engine.next_frame().admit) == 0
+    plan = engine.next_frame()
+    assert late_ones(plan.admit) == 1
+    decision = plan.explain("late 0")
+    assert decision is not None
+    assert decision.reason is Reason.STARVED
+    assert plan.park == ("stream 3",)
+    assert set(engine.next_frame().run) == {"late 0", "stream 0", "stream 1", "stream 2"}
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_where_the_kv_of_what_is_in_time_does_not_fit_late_work_runs_on(max_batch: int) -> None:
+    # 320 tokens to be built again cost more than the streams' 20 are worth: nobody is preempted.
+    step_time = StepTimeModel.known(0.01, prefill_s=4e-4)
+    engine = Engine("gmax", max_batch=max_batch, total_kv=1000, step_time=step_time)
+    engine.arrive("late", DeadlineSlo(1.0), input_tokens=800)
+    engine.run("late")
+    engine.frames.parked("late")
+    engine.clock.advance(2.0)
+    for index in range(3):
+        slo = LatencySlo(5.0, 0.2)
+        engine.arrive(f"stream {index}", slo, input_tokens=500, max_output_tokens=20)
+    assert engine.plan().resume == ("late",)
+    for _ in range(5):
+        assert engine.next_frame().run == ("late",)
+
+
+def test_however_much_is_late_what_is_not_gets_the_places() -> None:
+    # The late ones are shorter than what cannot be in time any more, and so score higher.
+    engine = steady_engine("gmax", 2)
+    for index in range(100):
+        engine.arrive(f"late {index}", LATE, max_output_tokens=10)
+    engine.clock.advance(1.0)
+    for index in range(2):
+        engine.arrive(f"hopeless {index}", DeadlineSlo(0.25), max_output_tokens=100)
+        engine.frames.forecast(f"hopeless {index}", [90.0])
+    assert set(engine.plan().admit) == {"hopeless 0", "hopeless 1"}
+
+
+def test_late_work_waits_behind_more_that_does_not_fit_than_a_frame_ranks() -> None:
+    engine = steady_engine("gmax", 2, total_kv=1000)
+    for index in range(5):
+        engine.arrive(f"late {index}", LATE)
+    engine.clock.advance(1.0)
+    engine.arrive("stream", PATIENT)
+    for index in range(90):
+        engine.arrive(f"big {index}", PATIENT, input_tokens=950)
+    assert engine.plan().admit == ("stream",)
+
+
+def test_late_work_that_waits_makes_no_step_longer() -> None:
+    # A quarter of a second per request: four streams take a second, eight would take two.
+    engine = Engine("gmax", max_batch=8, step_time=StepTimeModel.known(0.0, 0.25))
+    for index in range(8):
+        engine.arrive(f"late {index}", LATE)
+    engine.clock.advance(1.0)
+    for index in range(4):
+        engine.arrive(f"stream {index}", LatencySlo(100.0, 4.0))
+    plan = engine.plan()
+    assert late_ones(plan.admit) == 0
+    decision = plan.explain("stream 0")
+    assert decision is not None
+    assert decision.slack_s == 99
+
+
+@pytest.mark.parametrize("policy", ["gmax", "edf", "gmax-paper"])
+def test_of_late_work_alone_whatever_fits_runs(policy: str) -> None:
+    engine = steady_engine(policy, 2, total_kv=1000)
+    engine.arrive("runs", BEST_EFFORT, is_pinned=True, input_tokens=500, max_output_tokens=4)
+    engine.run("runs")
+    for index in range(3):
+        engine.arrive(f"late {index}", LATE, input_tokens=800)
+    engine.arrive("late and small", LATE, max_output_tokens=200)
+    engine.clock.advance(0.75)
+    assert engine.plan().admit == ("late and small",)
+
+
+@pytest.mark.parametrize("policy", ["gmax-paper", "edf", "ltr"])
+def test_other_policies_do_not_have_late_work_wait(policy: str) -> None:
+    engine = late_engine(policy=policy)
+    engine.arrive("answer", DeadlineSlo(100.0))
+    engine.arrive("stream", LatencySlo(100.0, 0.5))
+    assert late_ones(engine.plan().admit) >= 2
+
+
+# The order of admissions --------------------------------------------------------------------------
+
+
+def rich_and_tight(policy: str) -> tuple[str, ...]:
+    """Who is admitted in an overload, in order: all four have a place."""
+    engine = steady_engine(policy, 4)
+    engine.arrive("rich", DeadlineSlo(50.0), input_tokens=900)
+    engine.arrive("tight", DeadlineSlo(5.0), input_tokens=100)
+    engine.arrive("whenever", BEST_EFFORT)
+    engine.arrive("stream", LatencySlo(1.0, 0.5))
+    return overload(engine).plan().admit
+
+
+def test_of_those_admitted_who_has_the_least_time_to_spare_is_first() -> None:
+    assert rich_and_tight("gmax") == ("stream", "tight", "rich", "whenever")
+
+
+def test_who_is_not_just_in_time_admits_the_best_first() -> None:
+    assert rich_and_tight("gmax-no-jit") == ("rich", "tight", "stream", "whenever")
+
+
 # Starvation ---------------------------------------------------------------------------------------
 
 
@@ -341,11 +535,13 @@ def test_one_passed_over_for_as_long_as_may_be_runs_and_is_told_why(policy: str)
     assert plan.admit == ("poor",)
 
 
-@pytest.mark.parametrize(("max_batch", "most"), [(4, 1), (16, 2)])
-def test_of_the_starved_an_eighth_of_the_batch_goes_first_and_the_oldest(
+@pytest.mark.parametrize(("max_batch", "most"), [(1, 1), (4, 1), (127, 1), (128, 2)])
+def test_of_the_starved_one_per_64_places_goes_first_and_the_oldest(
     max_batch: int, most: int
 ) -> None:
-    engine = steady_engine("gmax", max_batch, starvation_frames=1, displace_margin=0.0)
+    engine = steady_engine(
+        "gmax", max_batch, total_slots=512, starvation_frames=1, displace_margin=0.0
+    )
     for index in range(max_batch):
         engine.arrive(f"rich{index}", LatencySlo(0.5, 0.125))
     for index in range(4):
@@ -458,15 +654,18 @@ def short_and_long_prompt(**more: Any) -> Engine:
 
 
 def test_the_users_objective_says_who_is_worth_more() -> None:
-    assert first_admitted(short_and_long_prompt()) == "long"
+    assert first_admitted(short_and_long_prompt(), is_overload=True) == "long"
     dear = Worth(lambda tokens: 1e4 / tokens)
-    assert first_admitted(short_and_long_prompt(objective=dear)) == "short"
+    assert first_admitted(short_and_long_prompt(objective=dear), is_overload=True) == "short"
 
 
 def test_built_in_objectives_say_who_is_worth_more() -> None:
-    assert first_admitted(short_and_long_prompt(goodput="request")) == "short"  # a tie: arrival
-    assert first_admitted(short_and_long_prompt(goodput="1:0")) == "long"
-    assert first_admitted(short_and_long_prompt(goodput="0:1")) == "short"
+    def first(goodput: str) -> str:
+        return first_admitted(short_and_long_prompt(goodput=goodput), is_overload=True)
+
+    assert first("request") == "short"  # a tie: arrival
+    assert first("1:0") == "long"
+    assert first("0:1") == "short"
 
 
 def test_a_dotted_path_needs_its_object() -> None:
@@ -494,7 +693,7 @@ def test_a_users_objective_that_fails_does_not_stop_planning(policy: str, broken
 
 def test_with_an_objective_that_raises_tokens_count_instead() -> None:
     broken = Worth(lambda tokens: 1 / 0)
-    assert first_admitted(short_and_long_prompt(objective=broken)) == "long"
+    assert first_admitted(short_and_long_prompt(objective=broken), is_overload=True) == "long"
 
 
 # What is known of lengths -------------------------------------------------------------------------
@@ -506,7 +705,7 @@ def test_gmax_prefers_the_one_that_is_forecast_to_be_short() -> None:
         for name, length in zip("ab", lengths, strict=True):
             engine.arrive(name, DeadlineSlo(50.0))
             engine.frames.forecast(name, [length])
-        return first_admitted(engine)
+        return first_admitted(engine, is_overload=True)
 
     assert first(20.0, 20.0) == "a"
     assert first(80.0, 20.0) == "b"
@@ -528,7 +727,7 @@ def test_a_later_forecast_replaces_the_one_before() -> None:
         engine.arrive(name, DeadlineSlo(50.0))
         engine.frames.forecast(name, [50.0])
     engine.frames.forecast("b", [5.0])
-    assert first_admitted(engine) == "b"
+    assert first_admitted(engine, is_overload=True) == "b"
 
 
 def test_a_forecast_outlasts_what_the_class_learns() -> None:
@@ -540,7 +739,7 @@ def test_a_forecast_outlasts_what_the_class_learns() -> None:
         engine.frames.forecast(name, [length])
     engine.frames.progressed("teacher", 40)
     engine.finish("teacher")
-    assert first_admitted(engine) == "short"
+    assert first_admitted(engine, is_overload=True) == "short"
 
 
 def test_a_forecast_for_one_that_is_gone_is_ignored_and_nonsense_is_refused() -> None:
@@ -559,7 +758,7 @@ def test_only_the_oracle_goes_by_the_true_length(policy: str) -> None:
         engine = steady_engine(name)
         engine.arrive("long", DeadlineSlo(50.0), known_output_tokens=100)
         engine.arrive("short", DeadlineSlo(50.0), known_output_tokens=10)
-        return first_admitted(engine)
+        return first_admitted(engine, is_overload=True)
 
     assert first(policy) == "long"  # alike, so the first to arrive
     assert first(f"{policy}-oracle") == "short"
@@ -571,7 +770,7 @@ def test_where_the_true_length_is_not_known_the_oracle_goes_by_the_forecast() ->
     engine.arrive("forecast", DeadlineSlo(50.0))
     engine.frames.forecast("known", [1.0])
     engine.frames.forecast("forecast", [20.0])
-    assert first_admitted(engine) == "forecast"
+    assert first_admitted(engine, is_overload=True) == "forecast"
 
 
 # A reasoning request ------------------------------------------------------------------------------
@@ -733,7 +932,7 @@ def test_gmax_finishes_the_program_that_has_got_most_already() -> None:
         engine.arrive(name, program(program_id))
         engine.frames.forecast(name, [20.0])
     engine.finish("old 1")
-    assert first_admitted(engine) == "old 2"
+    assert first_admitted(engine, is_overload=True) == "old 2"
 
 
 def test_a_call_whose_programs_deadline_has_passed_goes_after_one_in_time() -> None:

@@ -10,7 +10,7 @@ from rows import ABSURD, BEST_EFFORT, NOW_S, STEP_S, Ask, estimates_of, steps
 
 from core.slo import CompoundSlo, DeadlineSlo, LatencySlo
 from scheduler.lengths import Information
-from scheduler.objective import WholeRequests
+from scheduler.objective import WeightedTokens, WholeRequests
 from scheduler.policies import POLICIES
 from scheduler.policies.base import Policy, best_first, finite
 from scheduler.policies.gmax import Gmax, GmaxParts, PaperGmax
@@ -22,16 +22,30 @@ STREAM = LatencySlo(5.0, 0.25)
 both = pytest.mark.parametrize("make", [Gmax, PaperGmax], ids=["gmax", "gmax-paper"])
 
 
-def scores(policy: Policy, *asks: Ask, **context: object) -> list[float]:
-    """Their scores."""
-    estimates = estimates_of(*asks, information=policy.traits.information, **context)
-    return finite(policy.assess(estimates).scores).tolist()
+NO_TIME = Ask(slo=DeadlineSlo(1.0), state=PARKED)
+"""It would take all of the engine for its second, and more."""
 
 
-def order(policy: Policy, *asks: Ask, **context: object) -> list[int]:
+def scores(policy: Policy, *asks: Ask, is_overload: bool = True, **context: object) -> list[float]:
+    """Their scores, beside two that take all of the engine each; or beside nobody."""
+    rows = (*asks, NO_TIME, NO_TIME) if is_overload else asks
+    estimates = estimates_of(*rows, information=policy.traits.information, **context)
+    return finite(policy.assess(estimates).scores)[: len(asks)].tolist()
+
+
+def order(policy: Policy, *asks: Ask, is_overload: bool = True, **context: object) -> list[int]:
     """Their places, best first."""
-    values = np.array(scores(policy, *asks, **context))
+    values = np.array(scores(policy, *asks, is_overload=is_overload, **context))
     return best_first(values, np.arange(len(asks)), len(asks)).tolist()
+
+
+AVERAGE_TOKENS = 256.0
+"""Of a request and of an answer, before any has finished."""
+
+
+def if_met(tokens_value: float) -> float:
+    """With what the request itself is worth: a request of average size, ten times it at most."""
+    return tokens_value + min(10 * tokens_value, AVERAGE_TOKENS)
 
 
 # By hand -----------------------------------------------------------------------------------------
@@ -39,15 +53,52 @@ def order(policy: Policy, *asks: Ask, **context: object) -> list[int]:
 
 def test_the_score_of_a_deadline_by_hand() -> None:
     # 100 tokens of input and 40 to come, held: 40 steps of 1/8 s are 5 s of the engine.
-    # Due in 15 s, so the slack is 10 s: urgency (1 + 10/10) ** -1/4.
     ask = Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=PARKED)
-    assert scores(Gmax(), ask) == pytest.approx([140 / 5 * 2**-0.25])
+    assert scores(Gmax(), ask) == pytest.approx([if_met(140) / 5])
 
 
 def test_the_score_of_a_stream_in_time_by_hand() -> None:
-    # Input does not count. The first token is due in 5 s and a step takes 1/8 s.
+    # Input does not count.
     ask = Ask(slo=STREAM, mean=40, state=PARKED)
-    assert scores(Gmax(), ask) == pytest.approx([40 / 5 * (1 + 4.875 / 10) ** -0.25])
+    assert scores(Gmax(), ask) == pytest.approx([if_met(40) / 5])
+
+
+@pytest.mark.parametrize(
+    ("ask", "value"),
+    [
+        (Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=PARKED), 140 + 700),
+        (Ask(slo=DeadlineSlo(15), input_tokens=10, mean=40, state=PARKED), 50 + 500),
+        (Ask(slo=STREAM, mean=80, state=PARKED), 80 + 700),
+        (Ask(slo=STREAM, mean=40, state=PARKED), 40 + 400),
+        (Ask(slo=CompoundSlo(60, "p"), program=0, mean=60, state=PARKED), 160 + 700),
+        (Ask(slo=CompoundSlo(60, "p"), program=0, mean=1, state=PARKED, input_tokens=9), 10 + 100),
+    ],
+)
+def test_a_request_is_worth_one_of_average_size_beside_its_tokens_and_ten_times_them_at_most(
+    ask: Ask, value: float
+) -> None:
+    found = scores(Gmax(), ask, average_request=(400.0, 300.0), programs=program())
+    assert found == pytest.approx([value / (ask.mean * STEP_S)])
+
+
+def test_one_of_average_size_is_worth_what_the_objective_says() -> None:
+    ask = Ask(slo=DeadlineSlo(15), input_tokens=100, mean=40, state=PARKED)
+    context = {"average_request": (50.0, 30.0), "objective": WeightedTokens(1.0, 2.0)}
+    assert scores(Gmax(), ask, **context) == pytest.approx([(180 + 110) / 5])
+    assert scores(Gmax(), ask, objective=WholeRequests()) == pytest.approx([(1 + 1) / 5])
+
+
+def test_a_stream_that_was_late_once_is_worth_its_tokens_alone() -> None:
+    # Both are in time from now on: of 64 and 256 for the request a fifth is left, squared.
+    late, even = (Ask(slo=STREAM, mean=64, state=PARKED, was_late=late) for late in (True, False))
+    assert scores(Gmax(), late, even) == pytest.approx([320 / 8 * (1 / 5) ** 2, 320 / 8])
+
+
+def test_who_asks_for_whole_requests_gets_nothing_for_a_stream_that_was_late_once() -> None:
+    late = Ask(slo=STREAM, mean=40, state=PARKED, was_late=True)
+    # Not quite: what is late already is served as well, 0.02 of an average stream's 1 in 32 s.
+    served = 0.02 * 1 / 32 * 256 / (256 + 40)
+    assert scores(Gmax(), late, objective=WholeRequests()) == pytest.approx([served])
 
 
 def test_the_score_of_best_effort_by_hand() -> None:
@@ -86,27 +137,66 @@ def test_late_work_is_last_but_not_nothing(make: type[Policy]) -> None:
     assert scores(make(), late)[0] > 0
 
 
-def test_of_equals_the_more_urgent_goes_first() -> None:
-    loose, tight = (Ask(slo=DeadlineSlo(due_s), state=PARKED) for due_s in (100, 15))
-    assert order(Gmax(), loose, tight) == [1, 0]
-    assert len(set(scores(Gmax(GmaxParts(has_jit=False)), loose, tight))) == 1
+def test_of_equals_the_more_urgent_goes_first_but_not_in_an_overload() -> None:
+    loose, tight = (Ask(slo=DeadlineSlo(due_s), mean=40, state=PARKED) for due_s in (100, 15))
+    assert order(Gmax(), loose, tight, is_overload=False) == [1, 0]
+    assert len(set(scores(Gmax(), loose, tight))) == 1
+    assert order(Gmax(), loose, tight) == [0, 1]
 
 
-def test_a_deadline_counts_with_the_chance_that_its_answer_fits() -> None:
+def test_while_everything_fits_the_score_is_that_of_the_time_to_spare_by_hand() -> None:
+    # An average stream earns 8 tokens a second. 40 steps are 5 s: 10 s to spare of 15, 0 of 5;
+    # and a sixteenth of a second less than none, where the longest of all lengths does not fit.
+    points = (*([39.0] * 31), 71.0)
+    for due_s, length, slack_s in ((15.0, {}, 10.0), (5.0, {"points": points}, 0.0)):
+        ask = Ask(slo=DeadlineSlo(due_s), **{"mean": 40, "state": PARKED} | length)
+        found = scores(Gmax(), ask, is_overload=False)
+        assert found == pytest.approx([8 * (1 + 10 / (10 + slack_s))])
+
+
+def test_while_everything_fits_worth_counts_for_nothing_against_time() -> None:
+    rich = Ask(slo=DeadlineSlo(400), input_tokens=50_000, mean=40, state=PARKED)
+    tight = Ask(slo=STREAM, mean=40, state=PARKED)
+    assert order(Gmax(), rich, tight, is_overload=False) == [1, 0]
+    assert order(Gmax(), rich, tight) == [0, 1]
+
+
+def test_while_everything_fits_what_has_no_time_to_lose_goes_last() -> None:
+    asks = (
+        Ask(slo=BEST_EFFORT, mean=1, state=PARKED),
+        Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 9, mean=1, state=PARKED),
+        Ask(slo=DeadlineSlo(20), points=(1000.0,) * 31 + (1.0,), state=PARKED),  # a chance of 1/32
+        Ask(slo=DeadlineSlo(4000), mean=40, state=PARKED),
+    )
+    assert order(Gmax(), *asks, is_overload=False) == [2, 3, 0, 1]
+    hopeless = Ask(slo=DeadlineSlo(20), mean=1000, state=PARKED)
+    assert order(Gmax(), hopeless, Ask(slo=BEST_EFFORT, state=PARKED), is_overload=False) == [1, 0]
+
+
+@pytest.mark.parametrize(("due_in_s", "is_light"), [(25.0 / 0.56, False), (25.0 / 0.54, True)])
+def test_everything_fits_up_to_a_load_of_one_and_a_tenth(due_in_s: float, is_light: bool) -> None:
+    # 12.5 s in so many, and in twice as many: 0.56 + 0.56 and 0.54 + 0.54 of the engine.
+    one = Ask(slo=DeadlineSlo(due_in_s), input_tokens=900, mean=200, state=PARKED)
+    other = Ask(slo=DeadlineSlo(due_in_s / 2), input_tokens=1, mean=100, state=PARKED)
+    assert order(Gmax(), one, other, is_overload=False) == ([1, 0] if is_light else [0, 1])
+
+
+def test_a_deadline_counts_with_the_square_of_the_chance_that_its_answer_fits() -> None:
     # Lengths of 10, 20, … 320; 160 steps fit into 20 s: half of them.
     sure = Ask(slo=DeadlineSlo(400), points=steps(10), state=PARKED)
     half = Ask(slo=DeadlineSlo(20), points=steps(10), state=PARKED)
-    parts = GmaxParts(has_jit=False)
-    full, chance = scores(Gmax(parts), sure, half)
-    assert chance == pytest.approx(full / 2)
+    full, chance = scores(Gmax(), sure, half)
+    assert chance == pytest.approx(full / 4)
 
 
 def test_a_stream_is_worth_the_tokens_that_can_still_be_in_time() -> None:
     # 10 s late; each step of 1/8 s wins back 1/8 s of a TBT of 1/4 s: 81 tokens until then.
-    late = Ask(slo=LatencySlo(1.0, 0.25), arrival_s=NOW_S - 11, mean=100, state=PARKED)
-    now = Ask(slo=LatencySlo(0.125, 0.25), mean=100, state=PARKED)
+    late = Ask(slo=LatencySlo(1.0, 0.25), arrival_s=NOW_S - 11, mean=300, state=PARKED)
+    now = Ask(slo=LatencySlo(0.125, 0.25), mean=300, state=PARKED)
     behind, even = scores(Gmax(), late, now)
-    assert behind == pytest.approx(even * 19 / 100)
+    # 219 of the 300 and the 256 that the request itself would be worth.
+    assert even == pytest.approx(if_met(300) / 37.5)
+    assert behind == pytest.approx(even * (219 / 556) ** 2)
 
 
 @both
@@ -124,10 +214,24 @@ def test_kv_that_must_be_built_again_makes_a_request_dearer() -> None:
 
 @both
 def test_best_effort_rises_with_every_frame_until_it_passes_a_stream(make: type[Policy]) -> None:
-    stream = Ask(slo=LatencySlo(0.125, 0.25), state=PARKED)
-    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=PARKED) for waited in (0, 600))
+    # gmax: 0.05 and 0.002 a frame, in tokens per step, against 1 and the request's 1.
+    stream = Ask(slo=LatencySlo(0.125, 0.25), mean=256, state=PARKED)
+    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=PARKED) for waited in (0, 976))
     assert order(make(), fresh, stream) == [1, 0]
     assert order(make(), old, stream) == [0, 1]
+    if make is Gmax:
+        almost = Ask(slo=BEST_EFFORT, waited=974, state=PARKED)
+        assert order(make(), almost, stream) == [1, 0]
+
+
+def test_what_is_late_rises_a_fiftieth_as_fast() -> None:
+    # An average stream earns 8 tokens a second; 100 tokens are shorter than its 256.
+    def score(waited: float) -> float:
+        late = Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 10, waited=waited, state=PARKED)
+        return scores(Gmax(), late)[0]
+
+    assert score(0) == pytest.approx(0.02 * 8 * 256 / 356)
+    assert score(500) - score(0) == pytest.approx(0.02 * 0.002 * 8 * 500)
 
 
 def test_under_another_objective_the_weights_keep_their_meaning() -> None:
@@ -164,15 +268,23 @@ def test_what_a_program_has_got_already_counts(make: type[Policy]) -> None:
     assert scores(make(), call(), programs=begun)[0] > scores(make(), call(), programs=fresh)[0]
 
 
-def test_of_the_live_calls_of_a_program_the_straggler_comes_first() -> None:
-    calls = call(mean=10), call(mean=200), call(mean=60)
-    assert order(Gmax(), *calls, programs=program()) == [1, 2, 0]
-
-
-def test_but_for_urgency_all_live_calls_of_a_program_have_one_score() -> None:
+def test_all_live_calls_of_a_program_have_one_score() -> None:
     calls = call(mean=10), call(mean=200), call(input_tokens=3000)
-    policy = Gmax(GmaxParts(has_jit=False))
-    assert len({round(score, 9) for score in scores(policy, *calls, programs=program())}) == 1
+    assert len({round(score, 9) for score in scores(Gmax(), *calls, programs=program())}) == 1
+
+
+def test_the_rest_of_a_program_that_is_not_certain_makes_it_less_likely() -> None:
+    # 480 steps fit into 60 s: 100 of the call, 360 expected after it, and 20 to spare.
+    def score(spread: float) -> float:
+        programs = program(is_final=False)
+        outlook = ProgramOutlook(future_stage_tokens=360, future_spread_tokens=spread)
+        programs.expect("", "p", outlook)
+        return scores(Gmax(), call(), programs=programs)[0]
+
+    sure = score(0)
+    # One deviation to spare: 0.846 by the logistic curve; none: a half.
+    assert score(20) == pytest.approx(sure * 0.8458**2, rel=1e-3)
+    assert score(1e6) == pytest.approx(sure * 0.5**2, rel=1e-3)
 
 
 def test_a_program_is_as_likely_as_its_unlikeliest_call() -> None:

@@ -13,6 +13,8 @@ from rows import ABSURD, Ask, floats, request_of, rows_of, steps, table_of
 
 from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo, Slo
 from scheduler.lengths import (
+    PRIOR_TOKENS,
+    AverageRequest,
     Information,
     OnlineClassLengths,
     Remaining,
@@ -360,3 +362,31 @@ def test_the_chance_is_a_probability_that_rises_with_the_tokens(
 
 def test_a_best_effort_request_has_lengths_as_any_other() -> None:
     assert taught(70, slo=BestEffortSlo(600)).points("best_effort").mean() == 70
+
+
+# The average request ------------------------------------------------------------------------------
+
+
+def test_before_any_request_the_average_is_that_of_the_prior() -> None:
+    average = AverageRequest()
+    assert (average.input_tokens, average.output_tokens) == (0.0, PRIOR_TOKENS / 2)
+
+
+def test_all_calls_of_a_program_count_as_one_request() -> None:
+    average = AverageRequest()
+    average.begun()
+    for _ in range(3):
+        average.add(30, 80)
+    # Beside eight of 256 tokens.
+    assert average.input_tokens == 90 / 9
+    assert average.output_tokens == (8 * 256 + 240) / 9
+
+
+def test_the_average_request_follows_a_load_that_changes() -> None:
+    average = AverageRequest()
+    for input_tokens, output_tokens in [(10, 10)] * 5000 + [(1000, 500)] * 5000:
+        average.begun()
+        average.add(input_tokens, output_tokens)
+    # Halved about every 512: next to nothing is left of the first 5,000.
+    assert average.input_tokens == pytest.approx(1000, rel=0.01)
+    assert average.output_tokens == pytest.approx(500, rel=0.01)

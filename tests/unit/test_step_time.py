@@ -157,6 +157,42 @@ def test_predictions_are_finite_and_positive_whatever_was_observed(
     assert all(value >= 0 for value in model.coefficients)
 
 
+def test_a_step_as_expected_changes_nothing_and_one_that_is_not_does() -> None:
+    # 10 ms and 1 ms a decode: 18 ms of eight, and a thousandth of it is 18 us.
+    for duration_s, is_news in ((0.018, False), (0.018017, False), (0.018019, True)):
+        model = StepTimeModel.known(0.01, 0.001)
+        for _ in range(20):
+            model.observe(StepObservation(0.018, 8, 0, 0))
+        before_s = model.step_s(8, 0)
+        assert before_s == pytest.approx(0.018, rel=1e-6)
+        before = model.coefficients
+        model.observe(StepObservation(duration_s, 8, 0, 0))
+        assert (model.coefficients != before) == is_news
+        assert model.num_steps == 21
+
+
+def test_where_prompts_run_beside_decodes_their_chunks_take_steps() -> None:
+    model = StepTimeModel.known(0.01, 0.001, prefill_s=1e-4)
+    assert model.prompt_token_s(0.02) == pytest.approx(1e-4)
+    # Alone a prompt holds nobody up; nobody's decodes were beside it.
+    model.observe(StepObservation(0.01 + 1e-4 * 800, 0, 0, 800))
+    assert model.prompt_token_s(0.02) == pytest.approx(1e-4, rel=1e-3)
+    for chunk in (100, 200, 50):
+        model.observe(StepObservation(0.02 + 1e-4 * chunk, 10, 0, chunk))
+    # The largest chunk of the 200: 20 ms for each.
+    assert model.prompt_token_s(0.02) == pytest.approx(1e-4 + 0.02 / 200, rel=1e-3)
+
+
+def test_a_chunk_that_is_not_seen_any_more_is_forgotten() -> None:
+    model = StepTimeModel.known(0.01, 0.001, prefill_s=1e-4)
+    model.observe(StepObservation(0.02 + 1e-4 * 2000, 10, 0, 2000))
+    for _ in range(20_000):
+        model.observe(StepObservation(0.02 + 1e-4 * 100, 10, 0, 100))
+    # 2,000 / e = 736 tokens after so many steps; half of it after 14,000 more.
+    beside_s = model.prompt_token_s(0.02) - model.prompt_token_s(0.0)
+    assert beside_s == pytest.approx(0.02 / (2000 / math.e), rel=1e-3)
+
+
 def test_the_pace_counts_the_prompts_that_come_in_between() -> None:
     model = StepTimeModel.known(0.01, 0.001, prefill_s=1e-4)
     assert model.pace_s(10, 0) == pytest.approx(0.02)
