@@ -41,15 +41,15 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 23734,
-    "gmax-oracle": 24879,
-    "gmax-no-analyzer": 22855,
-    "gmax-no-gmax": 18087,
-    "gmax-no-grouping": 23734,
-    "gmax-no-jit": 24481,
-    "gmax-no-adaptive-batch": 23734,
+    "gmax": 22017,
+    "gmax-oracle": 24143,
+    "gmax-no-analyzer": 21972,
+    "gmax-no-gmax": 18146,
+    "gmax-no-grouping": 22017,
+    "gmax-no-jit": 22415,
+    "gmax-no-adaptive-batch": 22017,
     "gmax-paper": 20557,
-    "gmax-paper-oracle": 24735,
+    "gmax-paper-oracle": 24628,
     "fcfs": 7123,
     "sarathi": 7123,
     "priority": 7123,
