@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from bench import (
+    calibrate,
     collect,
     graphs,
     optimum,
@@ -21,6 +22,7 @@ from bench import (
 )
 
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
+    "calibrate": calibrate.main,
     "collect": collect.main,
     "graphs": graphs.main,
     "optimum": optimum.main,
@@ -46,6 +48,7 @@ def main(argv: list[str]) -> int:
         "scheduler: time to plan a frame. "
         "optimum: goodput against the exact optimum of small instances. "
         "serve: SLO attainment and goodput of several policies at an overload. "
+        "calibrate: the same load on the real server and in the simulator. "
         "plot: a chart of a serve run. "
         "predictor: the length predictor's latency, coverage and rivals. "
         "graphs: time of a match, size of a pattern, and errors of the stages' shares. "

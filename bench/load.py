@@ -1,16 +1,18 @@
-"""An open load of chat requests, played with the real ``openai`` client."""
+"""An open load of chat requests and programs, played with the real ``openai`` client."""
 
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import httpx
 import msgspec
 import openai
 
-from core.clock import Clock, MonotonicClock
+from bench import compound
+from bench.answers import Answer, Ask, Session
+from core.clock import MonotonicClock
 from core.slo import BestEffortSlo, DeadlineSlo, LatencySlo, OutcomeTracker, RequestTerms, Slo
 
 _TOPICS = (
@@ -26,27 +28,35 @@ _TASKS = (
     "Write a detailed essay about {}.",
     "Give step by step advice on {}.",
 )
+CHAT_MIX: Mapping[str, float] = {"latency": 2.0, "deadline": 2.0, "best_effort": 1.0}
+FULL_MIX: Mapping[str, float] = {"latency": 1.0, "deadline": 1.0, "compound": 1.0}
+CLASSES = ("latency", "deadline", "compound", "best_effort")
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """One request of the load."""
+    """One request, or one program, of the load."""
 
     at_s: float
     """When to send it, from the start of the round."""
     slo_type: str
     prompt: str
     max_tokens: int
+    """Of each call."""
     known_tokens: int | None = None
     """How long the answer will be, told to a server that believes it (oracles)."""
+    application: str = ""
+    """Of a program: which one of ``bench.compound``."""
 
 
 class Targets(msgspec.Struct, frozen=True):
     """The objectives of a load and how they were set."""
 
     rate_per_s: float
+    """Requests and programs."""
     ttft_s: float
     tbt_s: float
     deadline_s: float
+    """Of a program: as often as it has stages."""
     tokens_per_s: float
     """What the machine makes of full batches of such requests."""
 
@@ -60,7 +70,7 @@ class Targets(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What came of it, on the client's clock."""
+    """What came of it, on the client's clock; times from the beginning of the round."""
 
     slo_type: str
     met: bool
@@ -69,24 +79,49 @@ class Result(msgspec.Struct, frozen=True):
     e2el_s: float
     output_tokens: int
     ending: str
-    """finished, dropped, or timeout."""
+    """finished, cut, dropped, or timeout."""
+    start_s: float = 0.0
+    calls: tuple[Answer, ...] = ()
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Shares of ``CLASSES`` as 1:1:1 or 1:1:1:0.5; ValueError that says what is wrong."""
+    try:
+        shares = [float(part) for part in text.split(":")]
+    except ValueError:
+        shares = []
+    if not 0 < len(shares) <= len(CLASSES) or min(shares) < 0 or sum(shares) == 0:
+        raise ValueError(f"a mix is up to {len(CLASSES)} shares of {':'.join(CLASSES)}: {text!r}")
+    return {name: share for name, share in zip(CLASSES, shares, strict=False) if share}
 
 
 def make_offers(
-    rate_per_s: float, seconds: float, max_tokens: int, prompts: Path | None, seed: int
+    rate_per_s: float,
+    seconds: float,
+    max_tokens: int,
+    prompts: Path | None,
+    seed: int,
+    mix: Mapping[str, float] = CHAT_MIX,
 ) -> list[Offer]:
-    """A Poisson load over ``seconds``: latency, deadline and best-effort 2:2:1."""
+    """A Poisson load over ``seconds``, its classes in the shares of ``mix``.
+
+    No two prompts of ours begin alike, but for what the chat template puts in front.
+    """
     rng = random.Random(seed)
     pool = (
         _read_prompts(prompts)
         if prompts
         else [task.format(topic) for task in _TASKS for topic in _TOPICS]
     )
-    offers = []
+    offers: list[Offer] = []
     at_s = rng.expovariate(rate_per_s)
     while at_s < seconds:
-        slo_type = rng.choices(("latency", "deadline", "best_effort"), (2, 2, 1))[0]
-        offers.append(Offer(at_s, slo_type, rng.choice(pool), max_tokens))
+        slo_type = rng.choices(list(mix), list(mix.values()))[0]
+        prompt = rng.choice(pool)
+        if not prompts:
+            prompt = f"{rng.randrange(100, 1000)}-{len(offers)}. {prompt}"
+        application = rng.choice(compound.NAMES) if slo_type == "compound" else ""
+        offers.append(Offer(at_s, slo_type, prompt, max_tokens, application=application))
         at_s += rng.expovariate(rate_per_s)
     return offers
 
@@ -99,43 +134,39 @@ def _read_prompts(path: Path) -> list[str]:
 async def play(
     url: str, offers: Sequence[Offer], targets: Targets, patience_s: float
 ) -> list[Result]:
-    """Send ``offers`` at their times; give up on what has no end ``patience_s`` after its start."""
+    """Send ``offers`` at their times; give up on what has no end ``patience_s`` after its start.
+
+    For a program it is as often that as it has stages.
+    """
     clock = MonotonicClock()
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        start_s = clock.now_s()
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        session = Session(client, http, clock)
 
-        async def one(offer: Offer) -> Result:
-            await asyncio.sleep(max(offer.at_s - (clock.now_s() - start_s), 0))
-            return await _send(client, clock, offer, targets, patience_s)
+        async def one(number: int, offer: Offer) -> Result:
+            await asyncio.sleep(max(offer.at_s - session.now_s(), 0))
+            if offer.slo_type == "compound":
+                return await _run(session, number, offer, targets, patience_s)
+            return await _send(session, offer, targets, patience_s)
 
-        return list(await asyncio.gather(*(one(offer) for offer in offers)))
+        return list(await asyncio.gather(*(one(*item) for item in enumerate(offers))))
 
 
-async def _send(
-    client: openai.AsyncOpenAI,
-    clock: Clock,
-    offer: Offer,
-    targets: Targets,
-    patience_s: float,
-) -> Result:
+async def _send(session: Session, offer: Offer, targets: Targets, patience_s: float) -> Result:
     objective, fields = _objective(offer, targets)
-    terms = RequestTerms(clock.now_s(), objective)
-    tracker = OutcomeTracker(terms)
-    usage: dict[str, int] = {}
-    ending = "finished"
-    try:
-        async with asyncio.timeout(patience_s):
-            await _read(client, clock, offer, fields, tracker, usage)
-    except TimeoutError:
-        ending = "timeout"
-    except openai.APIStatusError:
-        ending = "dropped"
-    now_s = clock.now_s()
-    if "completion" in usage and not isinstance(objective, LatencySlo):
-        tracker.sent(usage["completion"], now_s)
-    outcome = tracker.finish(
-        usage.get("prompt", 0), now_s, None if ending == "finished" else ending
-    )
+    if offer.known_tokens is not None:
+        fields = {**fields, "custom_params": {"known_output_tokens": offer.known_tokens}}
+    start_s = session.now_s()
+    tracker = OutcomeTracker(RequestTerms(start_s, objective))
+    is_stream = isinstance(objective, LatencySlo)
+    ask = Ask(offer.prompt, offer.max_tokens, fields, is_stream=is_stream)
+    answer, _ = await session.ask(ask, start_s + patience_s, tracker if is_stream else None)
+    if not is_stream:
+        tracker.sent(answer.output_tokens, answer.end_s)
+    reason = None if answer.ending == "finished" else answer.ending
+    outcome = tracker.finish(answer.input_tokens, answer.end_s, reason)
     return Result(
         offer.slo_type,
         outcome.met,
@@ -143,45 +174,45 @@ async def _send(
         outcome.ttft_s,
         outcome.e2el_s,
         outcome.output_tokens,
-        ending,
+        answer.ending,
+        start_s,
+        (answer,),
     )
 
 
-def _objective(offer: Offer, targets: Targets) -> tuple[Slo, dict[str, Any]]:
+async def _run(
+    session: Session, number: int, offer: Offer, targets: Targets, patience_s: float
+) -> Result:
+    """A program; judged by ``compound.judge``."""
+    stages = compound.APPLICATIONS[offer.application]
+    task = compound.Task(
+        f"{session.name}-{number}", offer.application, offer.prompt, offer.max_tokens
+    )
+    start_s = session.now_s()
+    deadline_s = len(stages) * targets.deadline_s
+    until_s = start_s + len(stages) * patience_s
+    calls = await compound.run(session, task, deadline_s, until_s)
+    met, tokens = compound.judge(calls, compound.num_calls(stages), start_s + deadline_s)
+    firsts = [call.first_s for call in calls if call.first_s is not None]
+    return Result(
+        "compound",
+        met,
+        tokens,
+        min(firsts) - start_s if firsts else None,
+        max(call.end_s for call in calls) - start_s,
+        sum(call.output_tokens for call in calls),
+        next((call.ending for call in calls if call.ending != "finished"), "finished"),
+        start_s,
+        calls,
+    )
+
+
+def _objective(offer: Offer, targets: Targets) -> tuple[Slo, dict[str, object]]:
     if offer.slo_type == "latency":
-        fields = {"target_ttft": targets.ttft_s, "target_tbt": targets.tbt_s}
-        return LatencySlo(targets.ttft_s, targets.tbt_s), fields
+        return LatencySlo(targets.ttft_s, targets.tbt_s), {
+            "target_ttft": targets.ttft_s,
+            "target_tbt": targets.tbt_s,
+        }
     if offer.slo_type == "deadline":
         return DeadlineSlo(targets.deadline_s), {"deadline": targets.deadline_s}
     return BestEffortSlo(600.0), {}
-
-
-async def _read(
-    client: openai.AsyncOpenAI,
-    clock: Clock,
-    offer: Offer,
-    fields: dict[str, Any],
-    tracker: OutcomeTracker,
-    usage: dict[str, int],
-) -> None:
-    """Read one answer; a streamed chunk with text counts as a token when it is here."""
-    messages: list[Any] = [{"role": "user", "content": offer.prompt}]
-    if offer.known_tokens is not None:
-        fields = {**fields, "custom_params": {"known_output_tokens": offer.known_tokens}}
-    options: dict[str, Any] = {
-        "model": "default",
-        "messages": messages,
-        "max_tokens": offer.max_tokens,
-        "temperature": 0,
-        "extra_body": fields,
-    }
-    if offer.slo_type != "latency":
-        answer = await client.chat.completions.create(**options)
-        usage["prompt"] = answer.usage.prompt_tokens
-        usage["completion"] = answer.usage.completion_tokens
-        return
-    num_chunks = 0
-    async for chunk in await client.chat.completions.create(stream=True, **options):
-        if chunk.choices and chunk.choices[0].delta.content:
-            num_chunks += 1
-            tracker.sent(num_chunks, clock.now_s())

@@ -5,7 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-CLASSES = {"latency": "latency-sensitive", "deadline": "deadline", "best_effort": "best-effort"}
+CLASSES = {
+    "latency": "latency-sensitive",
+    "deadline": "deadline",
+    "compound": "programs",
+    "best_effort": "best-effort",
+}
 COLOURS = ("#9aa0a6", "#5f8dd3", "#e0a458", "#2a9d8f", "#b56576", "#6d597a")
 BAR, GAP, HEIGHT, TOP = 34, 56, 200, 44
 
@@ -25,15 +30,17 @@ def main(argv: list[str]) -> int:
 def draw(results: dict[str, list[dict[str, Any]]]) -> str:
     """The chart; one group of bars per class, one bar per policy."""
     policies = list(results)
+    seen = {item["slo_type"] for items in results.values() for item in items}
+    classes = {name: title for name, title in CLASSES.items() if name in seen}
     group = BAR * len(policies) + GAP
-    width = group * len(CLASSES) + GAP
+    width = group * len(classes) + GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT + TOP + 60}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{GAP}" y="20" font-size="14">Requests whose SLO was met, %</text>',
     ]
-    for class_index, (slo_type, title) in enumerate(CLASSES.items()):
+    for class_index, (slo_type, title) in enumerate(classes.items()):
         left = GAP + class_index * group
         for index, policy in enumerate(policies):
             share = _met_percent(results[policy], slo_type)

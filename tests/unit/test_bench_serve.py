@@ -82,6 +82,13 @@ def test_summary_has_ratios_to_each_policy_and_the_calls_of_the_one_with_the_few
     }
 
 
+def test_speed_is_that_of_the_time_in_which_batches_are_full():
+    calls = [call(1.0 + second, tokens=(9, 10)) for second in range(7)]
+    assert serve.speed_of([*calls, call(100.0, tokens=(9, 30))]) == pytest.approx(10.0)
+    with pytest.raises(RuntimeError, match="nothing to measure"):
+        serve.speed_of([])
+
+
 class Server:
     """Answers chat completions with one word; notes the bodies, and how programs were closed."""
 

@@ -29,7 +29,7 @@ from engine.simulator.steps import LinearSteps, Step
 
 TARGETS = Targets(1.0, ttft_s=2.0, tbt_s=0.2, deadline_s=10.0, tokens_per_s=100.0)
 ENGINE = Engine(overhead_s=0.01)
-LATE = Engine(overhead_s=0.01, late_tokens=1, step_s=0.1)
+LATE = Engine(overhead_s=0.01, late_tokens=1)
 
 
 def answer(input_tokens=40, output_tokens=20, ending="finished", **more):
