@@ -310,8 +310,10 @@ def test_what_is_loaded_is_what_the_frame_manager_takes(module: Callable[[str], 
     found = custom.load(config)
     assert sorted(found) == ["fair", "objective"]
     frames = FrameManager(config, **found)
-    for request_id, input_tokens in (("dear", 800), ("cheap", 10)):
-        terms = RequestTerms(1000.0, DeadlineSlo(50.0))
+    # Two without the time of a step make it an overload: else worth would not count.
+    asks = (("dear", 800, 50.0), ("cheap", 10, 50.0), ("none", 50, 1e-4), ("neither", 50, 1e-4))
+    for request_id, input_tokens, due_s in asks:
+        terms = RequestTerms(1000.0, DeadlineSlo(due_s))
         frames.arrive(request_id, terms, input_tokens=input_tokens, max_output_tokens=50)
     plan = frames.tick(1000.0, EngineCapacity(1, 10_000, 10_000, 10))
     assert plan is not None
