@@ -43,6 +43,8 @@ class FrameContext:
     """Mean input and output tokens that count of a request, all calls of a program together."""
     foreseen_kv_tokens: float = 0.0
     """Input of calls that are expected in this frame and have not arrived."""
+    is_whole: bool = True
+    """Whether the rows are all that is live, and their load that of the engine."""
     tenant_service: Floats | None = None
     """Attained service by tenant index."""
 

@@ -423,7 +423,7 @@ class FrameManager:
         if not holders.size:
             return []
         self._refresh_lengths(holders)
-        context = self._context(now_s, capacity, holders)
+        context = self._context(now_s, capacity, holders, is_whole=False)
         estimates = Estimates(table.rows(holders), context, self.policy.traits.information)
         scores = np.nan_to_num(self.policy.assess(estimates).scores)
         order = np.lexsort(
@@ -565,7 +565,8 @@ class FrameManager:
             gone = [self._live[item.request_id].row for part in endings for item in part]
             rows = rows[~np.isin(rows, gone)]
         self._refresh_lengths(rows)
-        context = self._context(now_s, capacity, rows)
+        is_whole = kind in (PlanKind.FRAME, PlanKind.EARLY)
+        context = self._context(now_s, capacity, rows, is_whole=is_whole)
         return self._planner.draft(
             kind, self._frame, context, capacity, rows, endings, limit, max_moves
         )
@@ -672,7 +673,9 @@ class FrameManager:
                     table.is_stale[of_class] = True
         refresh(table, rows[table.is_stale[rows]], self.config.length_quantile)
 
-    def _context(self, now_s: float, capacity: EngineCapacity, rows: Ints) -> FrameContext:
+    def _context(
+        self, now_s: float, capacity: EngineCapacity, rows: Ints, *, is_whole: bool
+    ) -> FrameContext:
         table = self.table
         held = table.in_state(RUNNING, PARKED)
         near = held if held.size else rows
@@ -691,6 +694,7 @@ class FrameManager:
             average_tokens=max(self.lengths.average_tokens, 1.0),
             average_request=(self._average.input_tokens, self._average.output_tokens),
             foreseen_kv_tokens=self.programs.foreseen_tokens(now_s, frame_end_s),
+            is_whole=is_whole,
             tenant_service=self.tenants.service(),
         )
 

@@ -83,6 +83,7 @@ class Gmax:
     ) -> None:
         self._parts = parts or GmaxParts()
         self._batch_size = 0
+        self._is_light = True
         self.tuner = CutoffTuner() if self._parts.has_grouping else None
         self.traits = Traits(
             displace=DisplaceRule.BETTER_SCORE,
@@ -106,7 +107,9 @@ class Gmax:
         value[best_effort] *= BEST_EFFORT_WEIGHT
         if self._parts.has_gmax:
             scores = self._score(estimates, value, plain)
-            if estimates.load <= LIGHT_LOAD:
+            if estimates.context.is_whole:
+                self._is_light = estimates.load <= LIGHT_LOAD
+            if self._is_light:
                 scores = _least_slack_first(estimates, expected, scores, plain)
         else:
             average = estimates.context.average_tokens

@@ -209,10 +209,10 @@ def test_rivals_are_others_with_fair_information():
 
 
 def test_constants_of_a_study_are_put_back():
-    before = gmax.URGENCY_POWER
-    cell = cell_of("gmax:gmax.URGENCY_POWER=0.5:cutoff=0.5", TINY, 1, Engine(), "none")
+    before = gmax.CHANCE_POWER
+    cell = cell_of("gmax:gmax.CHANCE_POWER=0.5:cutoff=0.5", TINY, 1, Engine(), "none")
     play(cell)
-    assert before == gmax.URGENCY_POWER
+    assert before == gmax.CHANCE_POWER
     wrong = cell_of("gmax", TINY, 1, Engine(), "none", settings=(("gmax.NOTHING", 1.0),))
     with pytest.raises(ValueError, match=r"gmax\.NOTHING is no number"):
         play(wrong)

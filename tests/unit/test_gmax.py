@@ -353,3 +353,14 @@ def test_equals_do_not_take_turns_until_one_has_waited_for_long() -> None:
     runs = Ask(slo=BEST_EFFORT, state=RUNNING)
     for waited, first in ((0, 0), (20, 0), (30, 1)):
         assert order(Gmax(), runs, Ask(slo=BEST_EFFORT, waited=waited, state=PARKED))[0] == first
+
+
+def test_the_load_is_that_of_all_that_is_live_and_not_of_the_few_that_are_looked_at() -> None:
+    # Held, 40 steps to come: both fit by themselves. The first is tighter, the second richer.
+    tight = Ask(slo=DeadlineSlo(15), input_tokens=10, mean=40, state=PARKED)
+    rich = Ask(slo=DeadlineSlo(90), input_tokens=5000, mean=40, state=PARKED)
+    policy = Gmax()
+    assert order(policy, tight, rich, is_overload=False, is_whole=True) == [0, 1]
+    assert order(policy, tight, rich, is_overload=True, is_whole=True) == [1, 0]
+    # Inside the frame only these two are looked at.
+    assert order(policy, tight, rich, is_overload=False, is_whole=False) == [1, 0]
