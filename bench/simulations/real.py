@@ -12,11 +12,12 @@ import numpy as np
 
 from core.names import name_hash
 from core.slo import CompoundSlo, LatencySlo
+from engine.outlooks import as_expected
 from engine.simulator.analysts import Pace, Points
 from engine.simulator.job import Job
 from engine.simulator.workload import SimProgram
 from graphs import shape
-from graphs.protocol import Arrived, Closed, Event, Finished, Outlook
+from graphs.protocol import Arrived, Closed, Event, Finished
 from graphs.store import PatternStore
 from graphs.tracker import Tracker
 from predictor.book import LengthBook
@@ -180,25 +181,9 @@ class RealPrograms:
     def _outlook(self, index: int) -> ProgramOutlook | None:
         for _, outlook in self._tracker.outlooks():
             if outlook.program == _name(index):
-                return _as_expected(outlook)
+                return as_expected(outlook)
         return None
 
 
 def _name(index: int) -> int:
     return name_hash("program", str(index))
-
-
-def _as_expected(outlook: Outlook) -> ProgramOutlook | None:
-    if not outlook.is_known:
-        return None
-    return ProgramOutlook(
-        future_input_tokens=outlook.input_tokens,
-        future_output_tokens=outlook.output_tokens,
-        future_stage_tokens=outlook.stage_tokens,
-        future_spread_tokens=outlook.spread_tokens,
-        future_tool_s=outlook.tool_s,
-        stage_due_s=outlook.stage_due_s,
-        future_new_tokens=outlook.new_tokens,
-        next_call_s=outlook.next_call_s,
-        next_input_tokens=outlook.next_input_tokens,
-    )

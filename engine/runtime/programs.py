@@ -15,13 +15,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from core.clock import Clock
 from core.names import hash_of_program, name_hash
 from core.slo import CompoundSlo, RequestTerms, program_of
+from engine.outlooks import as_expected
 from engine.runtime import arrivals
 from graphs.client import GraphsClient
 from graphs.links import PrefixLinks, prefix_hashes
 from graphs.protocol import Outlook
 from graphs.shape import Call, Pace
 from scheduler.frame import FrameManager
-from scheduler.programs import ProgramOutlook
 
 MAX_PROGRAMS = 10_000
 FORGOTTEN_AT_ONCE = 64
@@ -174,7 +174,7 @@ class ProgramWatch:
                 continue
             self.num_outlooks += 1
             if self.is_used:
-                self._frames.expect(*program.names, _as_expected(outlook))
+                self._frames.expect(*program.names, as_expected(outlook))
 
     def use(self, *, is_used: bool) -> None:
         """Let the frame manager have outlooks, or leave it to itself from now on."""
@@ -275,19 +275,3 @@ def connect(address: str, clock: Clock, timeout_s: float) -> GraphsClient | None
 
 def _has_failed(req: Req) -> bool:
     return req.finished_reason is None or isinstance(req.finished_reason, FINISH_ABORT)
-
-
-def _as_expected(outlook: Outlook) -> ProgramOutlook | None:
-    if not outlook.is_known:
-        return None
-    return ProgramOutlook(
-        future_input_tokens=outlook.input_tokens,
-        future_output_tokens=outlook.output_tokens,
-        future_stage_tokens=outlook.stage_tokens,
-        future_spread_tokens=outlook.spread_tokens,
-        future_tool_s=outlook.tool_s,
-        stage_due_s=outlook.stage_due_s,
-        future_new_tokens=outlook.new_tokens,
-        next_call_s=outlook.next_call_s,
-        next_input_tokens=outlook.next_input_tokens,
-    )
