@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps-csv", type=Path, default=None, help="write the steps here")
     parser.add_argument("--quick", action="store_true", help="30 s of arrivals")
-    serve.add_load_arguments(parser, overload=1.2, seconds=60.0)
+    serve.add_load_arguments(parser, overload=2.0, seconds=60.0)
     return parser
 
 

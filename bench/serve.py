@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one round of 60 s")
-    add_load_arguments(parser, overload=1.5, seconds=70.0)
+    add_load_arguments(parser, overload=1.5, seconds=100.0)
     return parser
 
 
@@ -91,10 +91,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, overload: float, seco
     parser.add_argument(
         "--deadline-steps",
         type=float,
-        default=150.0,
+        default=60.0,
         help="deadline in steps of a full batch; of a program so much for each stage",
     )
-    parser.add_argument("--max-tokens", type=int, default=100, help="(default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument("--prompts", type=Path, default=None, help="JSON lines with a prompt each")
     parser.add_argument("--model", default="demo", help="as launch.py takes it")
     parser.add_argument("--seed", type=int, default=1)
