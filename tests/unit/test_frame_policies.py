@@ -932,6 +932,8 @@ def test_gmax_finishes_the_program_that_has_got_most_already() -> None:
         engine.arrive(name, program(program_id))
         engine.frames.forecast(name, [20.0])
     engine.finish("old 1")
+    # A frame later: how much there is to do is told at its boundary.
+    engine.clock.advance(engine.frames.config.frame_s)
     assert first_admitted(engine, is_overload=True) == "old 2"
 
 
