@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from bench import report, serve, servers
+from bench import replay_served, report, serve, servers
+from bench.calibration import PATIENCE, Known, simulate
 from bench.load import Offer, Result, Targets
 from bench.replay import (
     Engine,
@@ -30,17 +31,10 @@ from bench.replay import (
 from bench.simulations import analysts
 from bench.step_load import Prober, Seen, by_kind
 from engine.simulator import measured
-from engine.simulator.outcome import SimResult
 from engine.simulator.shape import EngineShape
-from engine.simulator.simulation import Simulation, SimulationSetup
-from engine.simulator.steps import LinearSteps
-from engine.simulator.workload import Workload
-from scheduler.config import SchedulerConfig
 
 AGAIN = " again"
 """Behind the policy that is served a second time."""
-PATIENCE = 30.0
-"""In deadlines: every answer is waited for, so that its length is known."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -50,20 +44,14 @@ class Turn(msgspec.Struct, frozen=True):
     results: list[Result]
 
 
-class Known(msgspec.Struct, frozen=True):
-    """Of the server, for the simulator."""
-
-    shape: EngineShape
-    steps: LinearSteps
-    engine: Engine
-    targets: Targets
-    own_model_s: tuple[float, ...]
-    """What its scheduler has fitted itself: constant, decode, context, prefill, padding."""
-
-
 def main(argv: list[str]) -> int:
     """``python -m bench calibrate``."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if (args.served is None) != (args.known is None):
+        parser.error("--served and --known go together")
+    if args.served:
+        return replay_served.run(args)
     if args.quick:
         args.seconds = 30.0
     policies = args.policies.split(",")
@@ -121,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what the simulated scheduler is told: {analysts.CHOICES} (default: %(default)s)",
     )
     parser.add_argument("--steps-csv", type=Path, default=None, help="write the steps here")
+    parser.add_argument(
+        "--served",
+        type=Path,
+        default=None,
+        help="only replay this run of `bench serve` (its JSON), without a server; with --known",
+    )
+    parser.add_argument(
+        "--known", type=Path, default=None, help="JSON of a calibration of the same machine"
+    )
     parser.add_argument("--quick", action="store_true", help="30 s of arrivals")
     serve.add_load_arguments(parser, overload=2.0, seconds=60.0)
     return parser
@@ -173,17 +170,6 @@ def _simulate_all(
             flush=True,
         )
     return found
-
-
-def simulate(workload: Workload, policy: str, known: Known, analyst: str, seed: int) -> SimResult:
-    """What the simulator makes of a load; for as long as a client waited."""
-    lengths, programs = analysts.analysts_of(analyst, seed)
-    setup = SimulationSetup(
-        replicas=((known.shape, known.steps),),
-        config=SchedulerConfig(policy=policy),
-        drain_s=PATIENCE * known.targets.deadline_s,
-    )
-    return Simulation(workload, setup, lengths=lengths, programs=programs).run()
 
 
 def _repeat(real: Mapping[str, Figures], policy: str, again: str) -> float:

@@ -39,17 +39,18 @@ def main(argv: list[str]) -> int:
     policies = args.policies.split(",")
     if "compound" in args.mix and any("oracle" in policy for policy in policies):
         raise SystemExit("an oracle's lengths of programs are not known here: --mix 1:1")
-    targets, results = _measure(args, policies)
+    targets, rounds, results = _measure(args, policies)
     summary = summarise(policies, results)
     _print(policies, results)
     print(targets.describe(args.overload))
-    raw = {policy: [msgspec.to_builtins(item) for item in results[policy]] for policy in policies}
-    report.write(
-        args.json,
-        "serve",
-        summary,
-        {"targets": msgspec.to_builtins(targets), "results": raw, "options": str(vars(args))},
-    )
+    detail = {
+        "targets": targets,
+        "seconds": args.seconds,
+        "offers": rounds,
+        "results": {policy: results[policy] for policy in policies},
+        "options": str(vars(args)),
+    }
+    report.write(args.json, "serve", summary, msgspec.to_builtins(detail))
     return 0
 
 
@@ -103,8 +104,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, overload: float, seco
 
 def _measure(
     args: argparse.Namespace, policies: Sequence[str]
-) -> tuple[Targets, dict[str, list[Result]]]:
+) -> tuple[Targets, list[list[Offer]], dict[str, list[Result]]]:
+    """The targets, each round's load, and what came of it by policy."""
     results: dict[str, list[Result]] = defaultdict(list)
+    rounds: list[list[Offer]] = []
     flags = server_flags(args)
     needs_lengths = any("oracle" in policy for policy in policies)
     if needs_lengths:
@@ -129,10 +132,11 @@ def _measure(
             offers = offers_of(args, targets, args.seed + round_index)
             if needs_lengths:
                 offers = _with_lengths(offers, urls[ours[0]], args.running)
+            rounds.append(offers)
             for policy in [*policies[turn:], *policies[:turn]]:
                 results[policy] += play_round(policy, urls[policy], offers, targets)
                 print(f"round {round_index + 1}/{args.rounds} {policy}: done", flush=True)
-    return targets, results
+    return targets, rounds, results
 
 
 def server_flags(args: argparse.Namespace) -> list[str]:

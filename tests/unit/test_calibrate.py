@@ -2,9 +2,10 @@
 
 import math
 
+import msgspec
 import pytest
 
-from bench import calibrate, compound
+from bench import calibrate, calibration, compound
 from bench.answers import Answer
 from bench.load import Offer, Result, Targets
 from bench.replay import (
@@ -183,8 +184,8 @@ def test_the_same_load_simulated_gives_figures_without_the_extra_tokens():
     shape = EngineShape(max_batch=4, kv_tokens=1000, chunk_tokens=256, mixes_chunks=False)
     for engine in (ENGINE, LATE):
         load = replay(offers, results, [], TARGETS, 5.0, engine)
-        known = calibrate.Known(shape, steps, engine, TARGETS, ())
-        result = calibrate.simulate(load.workload, "gmax", known, "none", 1)
+        known = calibration.Known(shape, steps, engine, TARGETS, ())
+        result = calibration.simulate(load.workload, "gmax", known, "none", 1)
         found = simulated_figures(result, 5.0, engine)
         # 20 of the stream, 60 of the answer, 120 of the program.
         assert found.token_goodput_per_s == pytest.approx(200 / 5.0)
@@ -231,3 +232,32 @@ def test_plans_of_programs_are_two_or_three_stages_of_one_or_two_calls():
     for stages in compound.APPLICATIONS.values():
         assert 2 <= len(stages) <= 3
         assert {len(stage) for stage in stages} <= {1, 2}
+
+
+def test_a_run_of_serve_is_replayed_round_by_round(tmp_path, capsys):
+    offers = [offer("latency"), offer("deadline"), offer("compound", "refine")]
+    results = [served(one.slo_type, answer()) for one in offers[:2]]
+    results.append(served("compound", answer(), answer()))
+    run = {
+        "targets": TARGETS,
+        "seconds": 5.0,
+        "offers": [offers, offers[:1]],
+        "results": {"edf": [*results, results[0]], "gmax": [*results, results[0]]},
+    }
+    steps = LinearSteps(constant_s=0.01, decode_s=0.001)
+    known = calibration.Known(EngineShape(kv_tokens=9000), steps, ENGINE, TARGETS, ())
+    paths = {name: tmp_path / f"{name}.json" for name in ("served", "known", "out")}
+    paths["served"].write_bytes(msgspec.json.encode(run))
+    paths["known"].write_bytes(msgspec.json.encode({"known": known}))
+    flags = ["--served", str(paths["served"]), "--known", str(paths["known"])]
+    assert calibrate.main([*flags, "--analyst", "none", "--json", str(paths["out"])]) == 0
+    summary = msgspec.json.decode(paths["out"].read_bytes())["summary"]
+    assert set(summary) == {"goodput_error_fraction_worst", "same_ranking"}
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("edf #1", "edf #2", "gmax #2"))
+
+
+def test_a_replay_of_a_run_needs_a_calibration(capsys):
+    with pytest.raises(SystemExit):
+        calibrate.main(["--served", "run.json"])
+    assert "--known" in capsys.readouterr().err
