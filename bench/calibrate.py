@@ -65,10 +65,8 @@ def main(argv: list[str]) -> int:
     simulated = _simulate_all(args, known, offers, turns)
     _print(policies, real, simulated)
     summary = summarise({policy: real[policy] for policy in policies}, simulated)
-    again = error(
-        real[policies[-1] + AGAIN].token_goodput_per_s, real[policies[-1]].token_goodput_per_s
-    )
-    summary["repeat_difference_fraction"] = 1.0 if again is None else round(abs(again), 4)
+    last = policies[-1]
+    summary["repeat_difference_fraction"] = _repeat(real, last, last + AGAIN)
     print(", ".join(f"{name} {value:g}" for name, value in summary.items()))
     detail = {
         "known": known,

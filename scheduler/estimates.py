@@ -8,6 +8,7 @@ formulas. Every array is of shape (n,), aligned to the rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from scheduler.lengths import Information, Remaining
 from scheduler.objective import GoodputObjective
 from scheduler.programs import Programs
 from scheduler.step_time import StepTimeModel
-from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows
+from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows, passed
 
 MIN_ENGINE_S = 1e-9
 MOST_BONUS = 10.0
@@ -111,6 +112,11 @@ class Estimates:
         )
         """Engine seconds that the rest of it takes."""
 
+    @cached_property
+    def calls(self) -> Ints:
+        """Places of the calls of programs."""
+        return np.flatnonzero((self.rows.kind == COMPOUND) & (self.rows.program >= 0))
+
     @property
     def load(self) -> float:
         """Share of the engine that all of it needs from now on to be in time; above 1: too much.
@@ -119,8 +125,7 @@ class Estimates:
         its share of what is foreseen of the program. What is late or best effort needs none.
         """
         rows = self.rows
-        work_s = self.engine_s.copy()
-        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        work_s, calls = self.engine_s.copy(), self.calls
         if calls.size:
             program = rows.program[calls]
             live = np.bincount(program, minlength=self.context.programs.num_indices)
@@ -146,10 +151,7 @@ class Estimates:
     @property
     def is_expired(self) -> Bools:
         """Its deadline has passed, so nothing of it can count any more."""
-        kind = self.rows.kind
-        late: Bools = (self.rows.due_s < self.context.now_s) & (kind != LATENCY)
-        late &= kind != BEST_EFFORT
-        return late
+        return passed(self.rows.kind, self.rows.due_s, self.context.now_s)
 
     @property
     def generation_s(self) -> Floats:
@@ -179,8 +181,7 @@ class Estimates:
 
     def _stage_left_s(self) -> Floats:
         """``left_s``; of a program's call until its stage is due, while that is to come."""
-        rows, left_s = self.rows, self.left_s
-        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        rows, left_s, calls = self.rows, self.left_s, self.calls
         if calls.size:
             due_s = self.context.programs.column("stage_due_s")[rows.program[calls]]
             stage_s = due_s - self.context.now_s
@@ -296,8 +297,7 @@ class Estimates:
         goodput. What earlier calls gave counts, and what a pattern match still expects; without
         a match, as much for each stage still to come as the stages so far have had on average.
         """
-        rows, programs = self.rows, self.context.programs
-        calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+        rows, programs, calls = self.rows, self.context.programs, self.calls
         if not calls.size:
             return expected
         program, size = rows.program[calls], programs.num_indices

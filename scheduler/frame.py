@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from core.slo import OnMiss, ReasoningSlo, RequestTerms, is_final
+from core.slo import ReasoningSlo, RequestTerms, is_final
 from scheduler.config import SchedulerConfig
 from scheduler.earnings import Earnings
 from scheduler.estimates import Estimates, FrameContext
@@ -26,6 +26,12 @@ from scheduler.lengths import (
 )
 from scheduler.lifecycle import ENDED, RequestState
 from scheduler.objective import GoodputObjective, objective_of
+from scheduler.patience import (
+    REASON_DEADLINE,
+    REASON_WAITING_TIME,
+    is_cancelled_late,
+    patience,
+)
 from scheduler.plan import (
     Decision,
     Ending,
@@ -36,7 +42,7 @@ from scheduler.plan import (
     Reason,
     turn_ledger,
 )
-from scheduler.planner import REASON_DEADLINE, REASON_WAITING_TIME, Draft, Planner
+from scheduler.planner import Draft, Planner
 from scheduler.policies import POLICIES, Policy
 from scheduler.policies.base import PrefillRule, best_first
 from scheduler.programs import ProgramOutlook, Programs
@@ -45,7 +51,6 @@ from scheduler.step_time import StepObservation, StepTimeModel
 from scheduler.table import (
     BEST_EFFORT,
     COMPOUND,
-    DEADLINE,
     LATENCY,
     MAX_FRAMES,
     PARKED,
@@ -55,6 +60,7 @@ from scheduler.table import (
     Ints,
     Points,
     RequestTable,
+    passed,
 )
 from scheduler.tenants import Tenants
 
@@ -168,7 +174,8 @@ class FrameManager:
             tenant=self.tenants.join(terms.tenant),
         )
         self.table.points[row] = self.lengths.points(request.slo_type)
-        if request.has_slo and (self.table.program[row] < 0 or self.programs.is_new):
+        program = int(self.table.program[row])
+        if request.has_slo and (program < 0 or self.programs.is_first_call(program)):
             self._average.begun()
         self._set_timer(request)
         self._news.append(request)
@@ -702,7 +709,7 @@ class FrameManager:
         """Of ``rows`` those that may run beside each other."""
         table = self.table
         kind = table.kind[rows]
-        is_late = (table.deadline_s[rows] < now_s) & ((kind == DEADLINE) | (kind == COMPOUND))
+        is_late = passed(kind, table.deadline_s[rows], now_s)
         num_late = int(is_late.sum())
         num_in_time = int(((kind != BEST_EFFORT) & ~is_late).sum())
         places = self.policy.traits.places_for_late(max_batch, num_in_time)
@@ -711,16 +718,17 @@ class FrameManager:
     # Endings and timers.
 
     def _set_timer(self, request: Request) -> None:
-        due: list[float] = []
-        if request.first_scheduled_s is None and request.terms.waiting_time_s is not None:
-            due.append(request.terms.arrival_s + request.terms.waiting_time_s)
-        if self._is_cancelled_late(request):
-            due.append(request.deadline_at_s)
+        limit = patience(
+            request.terms,
+            deadline_at_s=request.deadline_at_s,
+            has_started=request.first_scheduled_s is not None,
+            cancels_expired=self.policy.traits.cancels_expired,
+        )
         request_id = request.request_id
         self._overdue.pop(request_id, None)
-        if due and math.isfinite(min(due)):
-            self._due_s[request_id] = min(due)
-            heapq.heappush(self._timers, (min(due), request.serial, request_id))
+        if limit is not None:
+            self._due_s[request_id] = limit[0]
+            heapq.heappush(self._timers, (limit[0], request.serial, request_id))
             if len(self._timers) > 2 * len(self._due_s) + 1024:
                 self._timers = [
                     (due_s, self._live[name].serial, name) for name, due_s in self._due_s.items()
@@ -730,10 +738,8 @@ class FrameManager:
             self._due_s.pop(request_id, None)
 
     def _is_cancelled_late(self, request: Request) -> bool:
-        """Whether it stops once its deadline has passed."""
-        if not request.has_slo:
-            return False
-        return request.terms.on_miss is OnMiss.CANCEL or self.policy.traits.cancels_expired
+        cancels_expired = self.policy.traits.cancels_expired
+        return is_cancelled_late(request.terms, cancels_expired=cancels_expired)
 
     def _is_timer_due(self, now_s: float) -> bool:
         timers = self._timers

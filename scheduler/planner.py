@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scheduler.config import SchedulerConfig
 from scheduler.estimates import Estimates, FrameContext
 from scheduler.fairness import FairFunction, blend
+from scheduler.patience import REASON_DEADLINE, REASON_WAITING_TIME
 from scheduler.plan import (
     MOVE_CODE,
     REASON_CODE,
@@ -32,10 +33,6 @@ STARVED_PART = 64
 """One place in so many, and at least one, is for those passed over for too long: in a lasting
 overload there are always more of them than there is room for."""
 
-
-REASON_WAITING_TIME = "waiting_time_exceeded"
-REASON_DEADLINE = "deadline_passed"
-"""Machine-readable reasons of a drop, as their senders get them."""
 _ENDINGS = {REASON_WAITING_TIME: Reason.WAITING_TIME, REASON_DEADLINE: Reason.DEADLINE_PASSED}
 _NOBODY = Assessment(np.empty(0), np.empty(0))
 

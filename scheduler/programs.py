@@ -97,8 +97,6 @@ class Programs:
 
     def __init__(self, max_idle: int = 10_000, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._max_idle = max_idle
-        self.is_new = False
-        """Whether the last call that came was its program's first."""
         self._timeout_s = timeout_s
         self._index: dict[tuple[str, str], int] = {}
         self._keys: list[tuple[str, str]] = []
@@ -126,7 +124,6 @@ class Programs:
         """
         key = (tenant, program_id)
         index = self._index.get(key)
-        self.is_new = index is None
         if index is None:
             index = self._new(key)
             is_known = _MIN_ALLOWANCE_S <= allowance_s < _MAX_ALLOWANCE_S
@@ -146,6 +143,10 @@ class Programs:
         if is_final:
             self._close(index, is_told=False)
         return index
+
+    def is_first_call(self, index: int) -> bool:
+        """Whether the call that came last is all that the program has had so far."""
+        return self._live[index] == 1 and bool(self._columns["stages"][index] == 1.0)
 
     def close(self, tenant: str, program_id: str, *, is_cancelled: bool = False) -> None:
         """No call of it will follow; ignored for a program that is not known.

@@ -292,13 +292,12 @@ class RequestTable:
 
     def next_due_s(self, row: int) -> float:
         """When its next token (stream) or its whole answer is due."""
-        ahead = self.generated_tokens[row] - self.timeline_from[row]
-        return float(self.first_due_s[row] + ahead * self.tbt_s[row])
+        return float(self.next_dues_s(row))
 
-    def next_dues_s(self, rows: Ints) -> Floats:
+    def next_dues_s(self, at: int | slice | Ints) -> Floats:
         """The same of several rows."""
-        ahead = self.generated_tokens[rows] - self.timeline_from[rows]
-        dues: Floats = self.first_due_s[rows] + ahead * self.tbt_s[rows]
+        ahead = self.generated_tokens[at] - self.timeline_from[at]
+        dues: Floats = self.first_due_s[at] + ahead * self.tbt_s[at]
         return dues
 
     def in_state(self, *codes: int) -> Ints:
@@ -312,19 +311,16 @@ class RequestTable:
     def rows(self, index: Ints | None = None) -> Rows:
         """Columns of the rows at ``index``; of all without one (views, no copy)."""
         at: slice | Ints = slice(0, len(self.requests)) if index is None else index
-        generated = self.generated_tokens[at]
-        tbt_s = self.tbt_s[at]
-        due_s = self.first_due_s[at] + (generated - self.timeline_from[at]) * tbt_s
         return Rows(
             kind=self.kind[at],
             state=self.state[at],
             serial=self.serial[at],
             arrival_s=self.arrival_s[at],
             input_tokens=self.input_tokens[at],
-            generated_tokens=generated,
+            generated_tokens=self.generated_tokens[at],
             max_output_tokens=self.max_output_tokens[at],
-            due_s=due_s,
-            tbt_s=tbt_s,
+            due_s=self.next_dues_s(at),
+            tbt_s=self.tbt_s[at],
             frames_waited=self.frames_waited[at],
             priority=self.priority[at],
             known_tokens=self.known_tokens[at],
@@ -347,6 +343,12 @@ class RequestTable:
         points = np.zeros((self._capacity, NUM_POINTS), dtype=np.float32)
         points[: self._capacity // 2] = self.points
         self.points = points
+
+
+def passed(kind: Codes, deadline_s: Floats, now_s: float) -> Bools:
+    """Whose deadline has passed; streams and best-effort work have none. Shapes (n,)."""
+    late: Bools = (deadline_s < now_s) & ((kind == DEADLINE) | (kind == COMPOUND))
+    return late
 
 
 def _finite(time_s: float) -> float:

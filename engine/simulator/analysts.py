@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -152,19 +153,8 @@ class NoisyLengths(UnawareOfLengths):
         return mean, math.sqrt(max(second - mean**2, 1e-4))
 
 
-def _normal_points() -> Points:
-    """Quantiles of the standard normal at the middles of equal masses, by bisection on erf."""
-    levels = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
-    low, high = np.full(NUM_POINTS, -8.0), np.full(NUM_POINTS, 8.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in middle]) < levels
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    points: Points = (low + high) / 2
-    return points
-
-
-_NORMAL_POINTS = _normal_points()
+_LEVELS = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+_NORMAL_POINTS: Points = np.array([NormalDist().inv_cdf(level) for level in _LEVELS.tolist()])
 
 
 class UnawareOfPrograms:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from core.names import name_hash
-from core.slo import BestEffortSlo, OnMiss, RequestTerms, deadline_at_s
 from engine.simulator.job import Job
 from engine.simulator.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.planner import REASON_DEADLINE, REASON_WAITING_TIME
 from scheduler.replicas import PowerOfK, ReplicaOffer, Sampler
 
 
@@ -44,26 +41,6 @@ class Queue(Dispatcher, Protocol):
     def withdraw(self, job: Job) -> None:
         """A call that waits here is over."""
         ...
-
-
-def patience(terms: RequestTerms, *, cancels_expired: bool) -> tuple[float, str] | None:
-    """Until when a call waits to be scheduled, and the reason of its drop; None: for ever.
-
-    As ``FrameManager`` has it.
-
-    Args:
-        cancels_expired: whether the policy gives up whatever is late.
-    """
-    waiting_s = math.inf
-    if terms.waiting_time_s is not None:
-        waiting_s = terms.arrival_s + terms.waiting_time_s
-    due_s = math.inf
-    is_cancelled_late = terms.on_miss is OnMiss.CANCEL or cancels_expired
-    if is_cancelled_late and not isinstance(terms.slo, BestEffortSlo):
-        due_s = deadline_at_s(terms)
-    if math.isinf(min(waiting_s, due_s)):
-        return None
-    return (due_s, REASON_DEADLINE) if due_s <= waiting_s else (waiting_s, REASON_WAITING_TIME)
 
 
 class _AtOnce:

@@ -15,7 +15,14 @@ import msgspec
 import numpy as np
 
 from core.clock import Clock
-from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo, RequestTerms
+from core.slo import (
+    BestEffortSlo,
+    CompoundSlo,
+    DeadlineSlo,
+    LatencySlo,
+    RequestTerms,
+    deadline_at_s,
+)
 from engine.simulator.analysts import (
     LengthAnalyst,
     Pace,
@@ -24,7 +31,7 @@ from engine.simulator.analysts import (
     UnawareOfLengths,
     UnawareOfPrograms,
 )
-from engine.simulator.dispatch import Dispatcher, OnlyOne, Queue, patience
+from engine.simulator.dispatch import Dispatcher, OnlyOne, Queue
 from engine.simulator.job import Job
 from engine.simulator.judge import Judge
 from engine.simulator.lanes import TBT_EDGES_S
@@ -38,6 +45,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.frame import FrameManager
 from scheduler.lifecycle import RequestState
 from scheduler.objective import GoodputObjective
+from scheduler.patience import patience
 from scheduler.programs import ProgramOutlook
 from scheduler.step_time import StepTimeModel
 
@@ -226,7 +234,12 @@ class Simulation:
     def _set_timer(self, job: Job) -> None:
         """Look again when it will have waited for long enough."""
         cancels = self._replicas[0].frames.policy.traits.cancels_expired
-        limit = patience(job.terms, cancels_expired=cancels)
+        limit = patience(
+            job.terms,
+            deadline_at_s=deadline_at_s(job.terms),
+            has_started=False,
+            cancels_expired=cancels,
+        )
         if limit is not None:
             until_s, reason = limit
             over_s = max(until_s, self._now_s)

@@ -14,7 +14,7 @@ from scheduler.estimates import Estimates, Expected
 from scheduler.lengths import Information
 from scheduler.policies.base import Assessment, DisplaceRule, Traits
 from scheduler.policies.grouping import best_batch_size, best_window
-from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, RUNNING, Floats, Ints
+from scheduler.table import BEST_EFFORT, LATENCY, RUNNING, Floats, Ints
 
 CHANCE_POWER = 2.0
 """The chance of being in time is that of running from now on without a pause, and whoever is
@@ -253,7 +253,7 @@ class PaperGmax:
 def _stage_generation_s(estimates: Estimates) -> tuple[Floats, Floats]:
     """t_gen; of a program's call that of all its live calls together, and of the longest."""
     rows, generation_s = estimates.rows, estimates.generation_s
-    calls = np.flatnonzero((rows.kind == COMPOUND) & (rows.program >= 0))
+    calls = estimates.calls
     if not calls.size:
         return generation_s, generation_s
     size = estimates.context.programs.num_indices
