@@ -35,6 +35,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     token_goodput_per_s: float
     request_goodput_per_s: float
     attainment: float
+    offered_tokens_per_s: float
     throughput_per_s: float
     programs: int
     calls: int
@@ -65,6 +66,7 @@ DEFINITIONS: Mapping[str, str] = {
     "their own objective as a whole, per second of the window of arrivals; best-effort counts "
     "nowhere",
     "attainment": "programs that met their own objective as a whole, over those that had one",
+    "offered_tokens_per_s": "the token goodput if everything was in time: no schedule has more",
     "throughput_per_s": "output tokens generated within the window of arrivals, whether of use or "
     "not, per second of it; a call's tokens are taken to be evenly spread from its first to its "
     "end",
@@ -106,6 +108,7 @@ def figures_of(result: SimResult, targets_ms: Mapping[str, float]) -> Figures:
         token_goodput_per_s=tokens / window_s,
         request_goodput_per_s=num_met / window_s,
         attainment=num_met / max(len(with_slo), 1),
+        offered_tokens_per_s=sum(one.offered_tokens for one in with_slo) / window_s,
         throughput_per_s=_generated_by(result.calls, window_s) / window_s,
         programs=len(result.programs),
         calls=len(result.calls),

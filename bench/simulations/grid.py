@@ -159,6 +159,15 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """The same, one per seed."""
         return ratios(self.goodput(case, OURS, level), self.goodput(case, policy, level))
 
+    def offered_share(self, case: str, policy: str) -> list[float]:
+        """Tokens that counted over those that would have if everything was in time, per seed."""
+        return [
+            figures.token_goodput_per_s / figures.offered_tokens_per_s
+            if figures.offered_tokens_per_s
+            else 0.0
+            for figures in self.figures(case, policy)
+        ]
+
     def is_bounded(self, case: str) -> bool:
         """Whether its upper bounds are there."""
         return any(name == case for name, _, _ in self.bounds)

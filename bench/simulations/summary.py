@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.simulations.cases import OPERATING_POINT
 from bench.simulations.grid import LEVELS, ORACLE, OURS, Grid
-from bench.simulations.statistics import ratio
+from bench.simulations.statistics import interval, ratio
 
 
 def of(grid: Grid) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def of(grid: Grid) -> dict[str, Any]:
 
 
 def _against_the_possible(grid: Grid, case: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    share = interval(grid.offered_share(case, OURS)).mean
+    found: dict[str, Any] = {"offered_share": round(share, 4)}
     if ORACLE in grid.policies:
         found["oracle_gap_fraction"] = round(1 - grid.ratio(case, ORACLE, "token").mean, 4)
     if "sarathi" in grid.policies:

@@ -25,7 +25,12 @@ class Table(NamedTuple):
     title: str = ""
 
 
-GOODPUT = ("token_goodput_per_s", "request_goodput_per_s", "attainment")
+GOODPUT = (
+    "token_goodput_per_s",
+    "request_goodput_per_s",
+    "attainment",
+    "offered_tokens_per_s",
+)
 
 
 def goodput(grid: Grid) -> Table:
@@ -37,7 +42,8 @@ def goodput(grid: Grid) -> Table:
             marks = "".join(level[0].upper() for label, level in best if label == policy)
             name = f"{policy} *{marks}" if marks else policy
             rows.append([case.name, name, *_goodput_cells(grid, case.name, policy)])
-    headers = ["case", "policy", "token/s", "gmax/this", "request/s", "gmax/this", "SLO met"]
+    headers = ["case", "policy", "token/s", "gmax/this", "request/s", "gmax/this"]
+    headers += ["of offered tokens", "of requests"]
     if grid.bounds:
         headers += ["of bound, token", "of bound, request"]
     title = "*T, *R: the best rival in tokens, in requests." if grid.others else ""
@@ -50,8 +56,13 @@ def _goodput_cells(grid: Grid, case: str, policy: str) -> list[str]:
         cells.append(grid.mean(case, policy, level).text())
         has_ours = OURS in grid.policies
         cells.append(grid.ratio(case, policy, level).text() if has_ours else "-")
-    attained = [figures.attainment for figures in grid.figures(case, policy)]
-    cells.append(f"{100 * interval(attained).mean:.1f} %")
+    cells += [
+        f"{100 * interval(shares).mean:.1f} %"
+        for shares in (
+            grid.offered_share(case, policy),
+            [figures.attainment for figures in grid.figures(case, policy)],
+        )
+    ]
     if grid.bounds:
         cells += [
             grid.share_of_bound(case, policy, level).text() if grid.is_bounded(case) else "-"

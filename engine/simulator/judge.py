@@ -86,7 +86,6 @@ class Judge:
         if not is_complete and all(call.end == "finished" for call in calls):
             last_s = end_s
         firsts = [call.first_token_s for call in calls if call.first_token_s is not None]
-        tokens = program.input_tokens + program.output_tokens
         lateness_s, met, goodput = self._verdict(index, program, last_s, is_complete=is_complete)
         return ProgramOutcome(
             index,
@@ -99,7 +98,7 @@ class Judge:
             goodput,
             min(firsts) - program.arrival_s if firsts else None,
             lateness_s,
-            tokens,
+            _offered_tokens(program),
         )
 
     def _verdict(
@@ -115,7 +114,21 @@ class Judge:
                 # By the arithmetic of ``core.slo``: just in time must not depend on rounding.
                 late_s = last_s - (program.arrival_s + deadline_s)
                 met = is_complete and late_s <= 0
-                tokens = program.input_tokens + program.output_tokens
-                return (late_s if is_complete else None), met, tokens if met else 0
+                return (
+                    (late_s if is_complete else None),
+                    met,
+                    _offered_tokens(program) if met else 0,
+                )
             case BestEffortSlo():
                 return None, is_complete, 0
+
+
+def _offered_tokens(program: SimProgram) -> int:
+    """What counts of it if all of it is in time: of a stream its output, of others all tokens."""
+    match program.slo:
+        case LatencySlo():
+            return program.output_tokens
+        case DeadlineSlo() | CompoundSlo():
+            return program.input_tokens + program.output_tokens
+        case BestEffortSlo():
+            return 0

@@ -59,8 +59,8 @@ class ProgramOutcome(msgspec.Struct, frozen=True, array_like=True):
     """From its arrival to its first token."""
     worst_lateness_s: float | None
     """Of a stream the largest lateness of a token; else of the whole; negative is early."""
-    tokens: int
-    """Input and output tokens that it would have in all."""
+    offered_tokens: int
+    """Token-level goodput if all of it was in time: the most that it can give."""
 
 
 class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -415,7 +415,12 @@ def check_verdicts(run: Run) -> None:
         assert judged.kind == slo_type(item.slo)
         assert judged.application == item.application
         assert judged.arrival_s == item.arrival_s
-        assert judged.tokens == item.input_tokens + item.output_tokens
+        offered = {
+            "latency": item.output_tokens,
+            "best_effort": 0,
+        }.get(judged.kind, item.input_tokens + item.output_tokens)
+        assert judged.offered_tokens == offered
+        assert judged.goodput_tokens <= offered
         last_s = max((row.end_s for row in mine), default=run.result.end_s)
         if is_complete:
             assert judged.end_s == last_s

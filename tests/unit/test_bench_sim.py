@@ -126,6 +126,7 @@ def test_figures_of_a_run_by_hand():
     assert found.token_goodput_per_s == 1.0
     assert found.request_goodput_per_s == 2 / 120
     assert found.attainment == pytest.approx(2 / 3)
+    assert found.offered_tokens_per_s == 300 / 120
     assert found.throughput_per_s == (11 + 11 + 1) / 120
     assert (found.programs, found.calls) == (4, 4)
     assert found.classes["latency"].attainment == 0.5
