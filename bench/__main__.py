@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from bench import (
     calibrate,
     collect,
+    decode,
     graphs,
     optimum,
     overhead,
@@ -24,6 +25,7 @@ from bench import (
 BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "calibrate": calibrate.main,
     "collect": collect.main,
+    "decode": decode.main,
     "graphs": graphs.main,
     "optimum": optimum.main,
     "overhead": overhead.main,
@@ -49,6 +51,7 @@ def main(argv: list[str]) -> int:
         "optimum: goodput against the exact optimum of small instances. "
         "serve: SLO attainment and goodput of several policies at an overload. "
         "calibrate: the same load on the real server and in the simulator. "
+        "decode: step times of the attention backends that this machine has, side by side. "
         "plot: a chart of a serve run. "
         "predictor: the length predictor's latency, coverage and rivals. "
         "graphs: time of a match, size of a pattern, and errors of the stages' shares. "

@@ -49,8 +49,8 @@ class Seen(NamedTuple):
     rows: list[Measurement]
 
 
-class _Stream(NamedTuple):
-    """Times at which its tokens were here, from the burst's begin."""
+class Stream(NamedTuple):
+    """Times at which its tokens were here, from the burst's begin, in seconds."""
 
     input_tokens: int
     times: list[float]
@@ -70,47 +70,49 @@ class Prober:
         only_decodes = fit(rows, with_prefill_constant=False)
         overhead_s = self._overhead_s(only_decodes)
         for tokens in PROMPTS:
-            rows += self._prompts((self._fresh(tokens),), overhead_s)
+            rows += self._prompts((self.fresh(tokens),), overhead_s)
         for num, tokens in PAIRS:
-            rows += self._prompts([self._fresh(tokens) for _ in range(num)], overhead_s)
+            rows += self._prompts([self.fresh(tokens) for _ in range(num)], overhead_s)
         return Seen(fit(rows), overhead_s, rows)
 
     def _decodes(self, contexts: Sequence[int]) -> list[Measurement]:
         """Steps of a burst; prompts of one length share their text, so that it is computed once."""
-        texts = {tokens: self._fresh(tokens - 1) for tokens in contexts}
+        texts = {tokens: self.fresh(tokens - 1) for tokens in contexts}
         for text in texts.values():
-            self._burst([text], 1)
+            self.burst([text], 1)
         prompts = [[*texts[tokens], self._rng.randrange(1000, 9000)] for tokens in contexts]
-        return decode_rows(self._burst(prompts, OUTPUT_TOKENS))
+        return decode_rows(self.burst(prompts, OUTPUT_TOKENS))
 
     def _overhead_s(self, steps: LinearSteps) -> float:
         """What an idle server's single request takes beside its one step."""
-        text = self._fresh(30)
-        self._burst([text], 1)
+        text = self.fresh(30)
+        self.burst([text], 1)
         spent = []
         for _ in range(IDLE_ASKS):
             # Only the last token is new.
             prompt = [*text, self._rng.randrange(1000, 9000)]
-            stream = self._burst([prompt], 1)[0]
+            stream = self.burst([prompt], 1)[0]
             spent.append(stream.times[0] - steps.seconds(Step(1, len(prompt), 0, 0)))
         return max(statistics.median(spent), 0.0)
 
     def _prompts(self, prompts: Sequence[list[int]], overhead_s: float) -> list[Measurement]:
         """One step with these prompts in it."""
         servers.flush(self._url)
-        end_s = max(stream.times[-1] for stream in self._burst(prompts, 1))
+        end_s = max(stream.times[-1] for stream in self.burst(prompts, 1))
         tokens = sum(len(prompt) for prompt in prompts)
         pairs = sum(len(prompt) * (len(prompt) + 1) // 2 for prompt in prompts)
         duration_s = end_s - overhead_s
         return [Measurement(Step(0, 0, 0, tokens, pairs), duration_s)] if duration_s > 0 else []
 
-    def _fresh(self, tokens: int) -> list[int]:
+    def fresh(self, tokens: int) -> list[int]:
+        """A prompt of so many tokens that nobody has sent before."""
         return [self._rng.randrange(1000, 9000) for _ in range(tokens)]
 
-    def _burst(self, prompts: Sequence[list[int]], output_tokens: int) -> list[_Stream]:
+    def burst(self, prompts: Sequence[list[int]], output_tokens: int) -> list[Stream]:
+        """Send the prompts together; when the tokens of each answer came."""
         return asyncio.run(self._ask_all(prompts, output_tokens))
 
-    async def _ask_all(self, prompts: Sequence[list[int]], output_tokens: int) -> list[_Stream]:
+    async def _ask_all(self, prompts: Sequence[list[int]], output_tokens: int) -> list[Stream]:
         async with httpx.AsyncClient(base_url=self._url, timeout=300) as client:
             # The first request opens connections, and that is none of the server's doing.
             await client.get("/slo/state")
@@ -121,7 +123,7 @@ class Prober:
 
     async def _ask(
         self, client: httpx.AsyncClient, prompt: list[int], output_tokens: int, begin_s: float
-    ) -> _Stream:
+    ) -> Stream:
         body = {
             "input_ids": prompt,
             "stream": True,
@@ -141,10 +143,10 @@ class Prober:
                 # Tokens that came together have one time.
                 while len(times) < meta["completion_tokens"]:
                     times.append(self._clock.now_s() - begin_s)
-        return _Stream(len(prompt), times)
+        return Stream(len(prompt), times)
 
 
-def decode_rows(streams: Sequence[_Stream], window: int = WINDOW) -> list[Measurement]:
+def decode_rows(streams: Sequence[Stream], window: int = WINDOW) -> list[Measurement]:
     """Steps while all ``streams`` decoded, ``window`` of them to a row.
 
     The first and the last step in which all took part are left out: others began or ended there.

@@ -11,6 +11,7 @@ from engine.runtime.settings import Settings
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 
 OVERRIDDEN_METHODS: tuple[str, ...] = (
@@ -41,6 +42,12 @@ USED_METHODS: tuple[str, ...] = (
 )
 """Methods of SGLang's ``Scheduler`` that ``FrameScheduler`` calls."""
 
+OVERRIDDEN_ATTENTION_METHODS: tuple[str, ...] = (
+    "_run_sdpa_forward_decode",
+    "_run_sdpa_forward_extend",
+)
+"""Methods of ``ATTENTION`` that ``PagedCpuAttention`` overrides."""
+
 USED_REQUEST_ATTRIBUTES: tuple[str, ...] = ("_is_reasoning_over", "priority", "require_reasoning")
 """What we read of SGLang's ``Req`` beside what its scheduler reads itself."""
 
@@ -48,12 +55,15 @@ CLIP_VARIABLE = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """SGLang's own variable: of how many tokens ahead it keeps KV free before it admits a prompt."""
 
 USED_NAMES: tuple[str, ...] = (
+    ATTENTION,
     SCHEDULER,
     GENERATE_REQUEST,
     VERIFY_SAMPLING,
+    "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
     "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
     "sglang.srt.entrypoints.http_server.app",
     "sglang.srt.entrypoints.http_server.launch_server",
+    "sglang.srt.layers.attention.attention_registry.register_attention_backend",
     "sglang.srt.managers.io_struct.AbortReq",
     "sglang.srt.managers.io_struct.GetInternalStateReqOutput",
     "sglang.srt.managers.io_struct.SetInternalStateReq",
@@ -102,12 +112,22 @@ def install(settings: Settings) -> None:
     """Register our hooks with SGLang; it applies them in every process it starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if not _has_gpu():
+        from engine.runtime import cpu_attention
+
+        cpu_attention.register()
     HookRegistry.register(VERIFY_SAMPLING, _guard_sampling, HookType.BEFORE)
     HookRegistry.register(GENERATE_REQUEST, answers.follow, HookType.AROUND)
     if not settings.is_stock:
         from engine.runtime.frame_scheduler import FrameScheduler
 
         HookRegistry.register(SCHEDULER, FrameScheduler, HookType.REPLACE)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _guard_sampling(params: Any, vocab_size: int) -> None:

@@ -28,6 +28,7 @@ def build_parser() -> flags.Parser:
     """Our flags and every flag of SGLang, as ``--help`` shows them."""
     from sglang.srt.server_args import ServerArgs
 
+    _offer_cpu_attention()
     parser = flags.Parser(
         prog="launch.py",
         description="Serve a model with SLO-aware scheduling on the SGLang runtime.",
@@ -58,6 +59,18 @@ def main(argv: list[str]) -> int:
 
 
 CPU_RUNNING_REQUESTS = 32
+CPU_ATTENTION = ("jitserve_cpu", "torch_native")
+"""Attention backends that a CPU has; the first is the default."""
+
+
+def _offer_cpu_attention() -> None:
+    """Let --attention-backend take ours where it can work."""
+    import torch
+
+    if not torch.cuda.is_available():
+        from engine.runtime import cpu_attention
+
+        cpu_attention.register()
 
 
 def _prepare(args: Any, settings: Settings) -> Settings:
@@ -91,9 +104,9 @@ def _check_cpu_flags(args: Any) -> None:
     """Refuse flags that need a GPU, and choose what works without one."""
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         value = getattr(args, name, None)
-        if value is not None and value != "torch_native":
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {value} needs a GPU and there is none; use torch_native")
+        if value is not None and value not in CPU_ATTENTION:
+            flag, known = "--" + name.replace("_", "-"), " or ".join(CPU_ATTENTION)
+            raise UsageError(f"{flag} {value} needs a GPU and there is none; use {known}")
     if args.device not in (None, "cpu"):
         raise UsageError(f"--device {args.device}: no such device on this machine; use cpu")
     if getattr(args, "enable_hierarchical_cache", False):
@@ -123,8 +136,9 @@ def _server_args(argv: list[str], args: Any, settings: Settings) -> Any:
 
 def _cpu_defaults(args: Any) -> list[str]:
     """Flags that a CPU wants and the user did not give."""
-    extra = ["--device", "cpu", "--attention-backend", "torch_native"]
-    extra += ["--sampling-backend", "pytorch"]
+    extra = ["--device", "cpu", "--sampling-backend", "pytorch"]
+    if args.attention_backend is None:
+        extra += ["--attention-backend", CPU_ATTENTION[0]]
     # Idle scheduler loops spin; on a CPU they would take the cores that the model needs.
     extra += ["--sleep-on-idle"]
     if args.dtype == "auto" and not _has_fast_bfloat16():

@@ -22,7 +22,7 @@ from bench.replay import (
     summarise,
     template_of,
 )
-from bench.step_load import _Stream, by_kind, decode_rows
+from bench.step_load import Stream, by_kind, decode_rows
 from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo
 from engine.simulator.measured import Measurement
 from engine.simulator.shape import EngineShape
@@ -204,8 +204,8 @@ def test_a_server_tells_its_shape():
 
 
 def test_decode_steps_are_seen_while_all_streams_decode():
-    first = _Stream(10, [0.1 * i for i in range(1, 20)])
-    second = _Stream(20, [0.1 * i for i in range(5, 24)])
+    first = Stream(10, [0.1 * i for i in range(1, 20)])
+    second = Stream(20, [0.1 * i for i in range(5, 24)])
     rows = decode_rows([first, second], window=4)
     assert rows
     for step, duration_s in rows:
@@ -214,7 +214,7 @@ def test_decode_steps_are_seen_while_all_streams_decode():
         assert step.context_tokens + step.padding_tokens == 2 * max(
             step.context_tokens // 2, (step.context_tokens + step.padding_tokens) // 2
         )
-    assert decode_rows([first, _Stream(20, [5.0, 5.1])]) == []
+    assert decode_rows([first, Stream(20, [5.0, 5.1])]) == []
 
 
 def test_rows_are_told_apart_by_kind():

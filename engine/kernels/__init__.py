@@ -1,0 +1,1 @@
+"""Kernels of our own, and the torch extensions that they are built into."""
