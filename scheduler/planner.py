@@ -128,10 +128,13 @@ class Planner:
             seating = seater.frame(group, size)
         else:
             seating = seater.additions(limit)
-        wanted = estimates.frame_tokens
-        if is_boundary and self._policy.traits.is_just_in_time:
-            seater.add_line(size, wanted, assessment.slack_s)
-        tokens = {place: int(wanted[place]) for place in (*seating.chosen, *seating.line)}
+        tokens: dict[int, int] = {}
+        if is_boundary:
+            wanted = estimates.frame_tokens
+            if self._policy.traits.is_just_in_time:
+                seater.add_line(size, wanted, assessment.slack_s)
+            places = [*seating.chosen, *seating.line]
+            tokens = dict(zip(places, wanted[places].astype(np.int64).tolist(), strict=True))
         return self._write(
             kind, frame, candidates, assessment, seating, tokens, size, endings, index, capacity
         )
@@ -276,6 +279,8 @@ class _Book:
         moves[seating.park] = MOVE_CODE[Move.PARK]
         moves[seating.preempt] = MOVE_CODE[Move.PREEMPT]
         self._moves = moves
+        self._rows_of: list[int] = index.tolist()
+        self._order_moves: list[int] = moves[chosen].tolist()
         self.reasons = self._reasons(candidates, seating)
 
     def _reasons(self, candidates: Candidates, seating: Seating) -> npt.NDArray[np.uint8]:
@@ -297,24 +302,26 @@ class _Book:
         return reasons
 
     def name(self, place: int) -> str:
-        return self._table.ids[int(self._index[place])]
+        return self._table.ids[self._rows_of[place]]
 
     def names(self, places: list[int]) -> tuple[str, ...]:
-        return tuple(self.name(place) for place in places)
+        ids, rows = self._table.ids, self._rows_of
+        return tuple([ids[rows[place]] for place in places])
 
     def ids(self, move: Move) -> tuple[str, ...]:
         return self.names(self.places(move))
 
     def places(self, move: Move) -> list[int]:
         code = MOVE_CODE[move]
-        return [place for place in self._order if self._moves[place] == code]
+        moved = zip(self._order, self._order_moves, strict=True)
+        return [place for place, move in moved if move == code]
 
     def ledger(
         self, assessment: Assessment, endings: tuple[tuple[Ending, ...], tuple[Ending, ...]]
     ) -> Ledger:
         table, ended = self._table, [item.request_id for part in endings for item in part]
         is_all = self._index.size == len(table)
-        ids = tuple(table.ids) if is_all else tuple(table.ids[row] for row in self._index.tolist())
+        ids = tuple(table.ids) if is_all else tuple([table.ids[row] for row in self._rows_of])
         drop, cancel = endings
         moves = [MOVE_CODE[Move.DROP]] * len(drop) + [MOVE_CODE[Move.CANCEL]] * len(cancel)
         reasons = [REASON_CODE[_ENDINGS[item.reason]] for part in endings for item in part]

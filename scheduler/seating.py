@@ -108,6 +108,8 @@ class Seater:
         self._moves_left = max_moves
         self._room = Room(capacity.free_kv_tokens - self._growth_tokens(), capacity.free_slots)
         self._holders: list[int] | None = None
+        blocked = candidates.frames_blocked
+        self._is_anyone_blocked_long = bool((blocked >= config.reserve_after_frames).any())
         self._preempted: set[int] = set()
         self._failures = 0
         self._result = Seating()
@@ -393,6 +395,8 @@ class Seater:
 
     def _blocked_first(self, ranked: list[int]) -> list[int]:
         """Those whose KV has not fitted for long come first: smaller ones must not starve them."""
+        if not self._is_anyone_blocked_long:
+            return ranked
         return sorted(ranked, key=lambda index: not self._is_blocked_long(index))
 
     def _is_blocked_long(self, index: int) -> bool:

@@ -11,6 +11,7 @@ from scheduler.estimates import Estimates
 from scheduler.lengths import Information
 from scheduler.table import Bools, Floats, Ints
 
+MOST_SCORE = 1e300
 NO_LIMIT = 1 << 40
 """More requests than there can be."""
 
@@ -83,7 +84,10 @@ class Assessment:
 
 def finite(scores: Floats) -> Floats:
     """Scores that can be compared: NaN is the worst, infinities are bounded."""
-    return np.nan_to_num(np.clip(scores, -1e300, 1e300), nan=-1e300)
+    # False for NaN as well.
+    if scores.size and scores.max() <= MOST_SCORE and scores.min() >= -MOST_SCORE:
+        return scores.copy()
+    return np.nan_to_num(np.clip(scores, -MOST_SCORE, MOST_SCORE), nan=-MOST_SCORE)
 
 
 class Policy(Protocol):
