@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 
 from engine.runtime.overrides import (
+    ATTENTION,
     CLIP_VARIABLE,
     FRONTEND_NAMES,
     GENERATE_REQUEST,
+    OVERRIDDEN_ATTENTION_METHODS,
     OVERRIDDEN_METHODS,
     SCHEDULER,
     USED_METHODS,
@@ -454,3 +456,38 @@ def test_the_server_cannot_join_the_kv_of_forks() -> None:
     assert "/concate_and_append_request" not in server, (
         "SGLang's server joins forks again: JITEndpoint may leave support_concate_and_append on"
     )
+
+
+ATTENTION_OPTIONS = {
+    "scaling",
+    "enable_gqa",
+    "causal",
+    "is_cross_attn",
+    "sliding_window_size",
+}
+"""Keyword arguments that our attention backend understands or hands on."""
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN_ATTENTION_METHODS)
+def test_attention_is_called_as_ours_takes_it(name: str) -> None:
+    from engine.runtime.cpu_attention import PagedCpuAttention
+
+    theirs, ours = getattr(resolve(ATTENTION), name, None), vars(PagedCpuAttention).get(name)
+    assert callable(theirs), f"{ATTENTION} has no method {name!r} any more; {LOOK}"
+    assert callable(ours), f"OVERRIDDEN_ATTENTION_METHODS lists {name}, which ours lacks"
+    their_names, our_names = named_parameters(theirs), named_parameters(ours)
+    assert their_names[: len(our_names)] == our_names
+    rest = set(their_names[len(our_names) :])
+    assert rest == ATTENTION_OPTIONS, (
+        f"{ATTENTION}.{name} now takes {sorted(rest)}: see what ours has to do with the new ones"
+    )
+
+
+def test_attention_overrides_exactly_what_is_listed() -> None:
+    from engine.runtime.cpu_attention import PagedCpuAttention
+
+    parent = resolve(ATTENTION)
+    assert issubclass(PagedCpuAttention, parent)
+    ours = {name for name, value in vars(PagedCpuAttention).items() if inspect.isfunction(value)}
+    overridden = {name for name in ours if hasattr(parent, name)} - {"__init__"}
+    assert overridden == set(OVERRIDDEN_ATTENTION_METHODS)
