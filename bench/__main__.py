@@ -19,6 +19,7 @@ from bench import (
     scheduler,
     serve,
     sim,
+    storm,
     workloads,
 )
 
@@ -37,6 +38,7 @@ BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "scheduler": scheduler.main,
     "serve": serve.main,
     "sim": sim.main,
+    "storm": storm.main,
     "workloads": workloads.main,
 }
 
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> int:
         "collect: answer lengths of prompts on a running server, to learn from. "
         "prior: make what the length predictor starts from. "
         "sim: the paper's evaluation in the simulator, every policy, every figure. "
+        "storm: preemptions over long contexts, with KV swapped and computed again. "
         "workloads: the applications' lengths beside the paper's, and the arrivals.",
     )
     parser.add_argument("name", choices=sorted(BENCHES))

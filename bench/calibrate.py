@@ -3,8 +3,11 @@
 The step times of the real engine are measured first, from outside (``bench.step_load``), and
 nothing else of its speed goes into the simulator but what a request costs beside its steps.
 Then each policy serves the same load really; the simulator gets the arrivals, the objectives
-and the true token counts, and has to say what came of it. One policy is served twice, so that
-the machine's own noise is known. Errors are of the simulator, as shares of the real figures.
+and the true token counts, and has to say what came of it. Its analysts learn from turn to turn, as
+the server's do, and its steps are as much slower in a turn as the server's own step timer found
+them (``bench.pace``): a shared machine is not equally fast in all of them. One policy is served
+twice, so that the machine's own noise is known. Errors are of the simulator, as shares of the real
+figures.
 """
 
 import argparse
@@ -15,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from bench import replay_served, report, serve, servers
+from bench import pace, replay_served, report, serve, servers
 from bench.calibration import PATIENCE, Known, simulate
 from bench.load import Offer, Result, Targets
 from bench.replay import (
@@ -29,6 +32,7 @@ from bench.replay import (
     summarise,
 )
 from bench.simulations import analysts
+from bench.simulations.analysts import AnalystsOfRuns
 from bench.step_load import Prober, Seen, by_kind
 from engine.simulator import measured
 from engine.simulator.shape import EngineShape
@@ -42,6 +46,8 @@ class Turn(msgspec.Struct, frozen=True):
 
     policy: str
     results: list[Result]
+    step_s: float = 0.0
+    """Seconds of the reference step meanwhile (``bench.pace``); 0: not known."""
 
 
 def main(argv: list[str]) -> int:
@@ -116,6 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--known", type=Path, default=None, help="JSON of a calibration of the same machine"
     )
+    parser.add_argument(
+        "--no-pace", action="store_true", help="the machine is as fast in all turns as at first"
+    )
     parser.add_argument("--quick", action="store_true", help="30 s of arrivals")
     serve.add_load_arguments(parser, overload=2.0, seconds=60.0)
     return parser
@@ -146,8 +155,9 @@ def _serve_all(
     turns = []
     for name in [*policies, policies[-1] + AGAIN]:
         policy = name.removesuffix(AGAIN)
-        results = serve.play_round(policy, url, offers, targets, PATIENCE)
-        turns.append(Turn(name, results))
+        with pace.watched(url) as paces:
+            results = serve.play_round(policy, url, offers, targets, PATIENCE)
+        turns.append(Turn(name, results, paces.median_s))
         print(f"{name}: served", flush=True)
     return turns
 
@@ -155,16 +165,17 @@ def _serve_all(
 def _simulate_all(
     args: argparse.Namespace, known: Known, offers: Sequence[Offer], turns: Sequence[Turn]
 ) -> dict[str, Figures]:
-    found = {}
+    found, analysts = {}, AnalystsOfRuns(args.analyst, args.seed)
     for turn in turns:
+        slower = 1.0 if args.no_pace else known.pace(turn.step_s)
         others = [other.results for other in turns if other is not turn]
         load = replay(offers, turn.results, others, known.targets, args.seconds, known.engine)
         policy = turn.policy.removesuffix(AGAIN)
-        result = simulate(load.workload, policy, known, args.analyst, args.seed)
+        result = simulate(load.workload, policy, known, analysts.of_next_run(), slower)
         found[turn.policy] = simulated_figures(result, args.seconds, known.engine)
         print(
-            f"{turn.policy}: simulated; lengths of {load.num_borrowed} from other runs, "
-            f"of {load.num_guessed} guessed",
+            f"{turn.policy}: simulated, steps {slower:.3f} times as long; lengths of "
+            f"{load.num_borrowed} from other runs, of {load.num_guessed} guessed",
             flush=True,
         )
     return found

@@ -2,9 +2,10 @@
 
 import msgspec
 
+from bench import pace
 from bench.load import Targets
 from bench.replay import Engine
-from bench.simulations import analysts
+from engine.simulator.analysts import LengthAnalyst, ProgramAnalyst
 from engine.simulator.outcome import SimResult
 from engine.simulator.shape import EngineShape
 from engine.simulator.simulation import Simulation, SimulationSetup
@@ -26,12 +27,30 @@ class Known(msgspec.Struct, frozen=True):
     own_model_s: tuple[float, ...]
     """What its scheduler has fitted itself: constant, decode, context, prefill, padding."""
 
+    def pace(self, turn_step_s: float) -> float:
+        """How many times as long steps took in a turn as here, by ``bench.pace``.
 
-def simulate(workload: Workload, policy: str, known: Known, analyst: str, seed: int) -> SimResult:
-    """What the simulator makes of a load; for as long as a client waited."""
-    lengths, programs = analysts.analysts_of(analyst, seed)
+        Args:
+            turn_step_s: seconds of the reference step in that turn; 0: not known, as here.
+        """
+        return pace.ratio(turn_step_s, pace.reference_s(self.own_model_s))
+
+
+def simulate(
+    workload: Workload,
+    policy: str,
+    known: Known,
+    analysts: tuple[LengthAnalyst, ProgramAnalyst],
+    slower: float = 1.0,
+) -> SimResult:
+    """What the simulator makes of a load; for as long as a client waited.
+
+    Args:
+        slower: how many times as long each step takes as ``known`` has it.
+    """
+    lengths, programs = analysts
     setup = SimulationSetup(
-        replicas=((known.shape, known.steps),),
+        replicas=((known.shape, known.steps.slower(slower)),),
         config=SchedulerConfig(policy=policy),
         drain_s=PATIENCE * known.targets.deadline_s,
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from bench import report, servers
+from bench import pace, report, servers
 from bench.answers import Answer
 from bench.load import CLASSES, Offer, Result, Targets, make_offers, parse_mix, play
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     policies = args.policies.split(",")
     if "compound" in args.mix and any("oracle" in policy for policy in policies):
         raise SystemExit("an oracle's lengths of programs are not known here: --mix 1:1")
-    targets, rounds, results = _measure(args, policies)
+    targets, rounds, results, paces = _measure(args, policies)
     summary = summarise(policies, results)
     _print(policies, results)
     print(targets.describe(args.overload))
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
         "seconds": args.seconds,
         "offers": rounds,
         "results": {policy: results[policy] for policy in policies},
+        "paces": paces,
         "options": str(vars(args)),
     }
     report.write(args.json, "serve", summary, msgspec.to_builtins(detail))
@@ -104,9 +105,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, overload: float, seco
 
 def _measure(
     args: argparse.Namespace, policies: Sequence[str]
-) -> tuple[Targets, list[list[Offer]], dict[str, list[Result]]]:
-    """The targets, each round's load, and what came of it by policy."""
+) -> tuple[Targets, list[list[Offer]], dict[str, list[Result]], dict[str, list[float]]]:
+    """The targets, each round's load, and what came of it and how fast steps were by policy."""
     results: dict[str, list[Result]] = defaultdict(list)
+    paces: dict[str, list[float]] = defaultdict(list)
     rounds: list[list[Offer]] = []
     flags = server_flags(args)
     needs_lengths = any("oracle" in policy for policy in policies)
@@ -134,9 +136,11 @@ def _measure(
                 offers = _with_lengths(offers, urls[ours[0]], args.running)
             rounds.append(offers)
             for policy in [*policies[turn:], *policies[:turn]]:
-                results[policy] += play_round(policy, urls[policy], offers, targets)
+                with pace.watched(urls[policy]) as seen:
+                    results[policy] += play_round(policy, urls[policy], offers, targets)
+                paces[policy].append(seen.median_s)
                 print(f"round {round_index + 1}/{args.rounds} {policy}: done", flush=True)
-    return targets, rounds, results
+    return targets, rounds, results, paces
 
 
 def server_flags(args: argparse.Namespace) -> list[str]:

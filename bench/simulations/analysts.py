@@ -7,6 +7,8 @@ matcher, in process, as late as their sockets are.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.simulator.analysts import (
     KnownLengths,
     KnownPrograms,
@@ -17,6 +19,9 @@ from engine.simulator.analysts import (
     UnawareOfLengths,
     UnawareOfPrograms,
 )
+
+if TYPE_CHECKING:
+    from bench.simulations.real import RealLengths, RealPrograms
 
 CHOICES = "noisy:SIGMA, known, none or real"
 """For people."""
@@ -32,6 +37,30 @@ def check(name: str) -> None:
             raise ValueError(f"analyst must be {CHOICES}, got {name!r}") from error
     elif name not in ("known", "none", "real"):
         raise ValueError(f"analyst must be {CHOICES}, got {name!r}")
+
+
+class AnalystsOfRuns:
+    """For simulations behind each other: what learns goes on, as a server's analysts do.
+
+    Raises ValueError that says what a name may be.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._name, self._seed = name, seed
+        check(name)
+        self._learning: tuple[RealLengths, RealPrograms] | None = None
+        if name == "real":
+            from bench.simulations.real import RealLengths, RealPrograms
+
+            self._learning = RealLengths(seed), RealPrograms()
+
+    def of_next_run(self) -> tuple[LengthAnalyst, ProgramAnalyst]:
+        """Those of a simulation that is about to begin."""
+        if self._learning is None:
+            return analysts_of(self._name, self._seed)
+        for analyst in self._learning:
+            analyst.begin_run()
+        return self._learning
 
 
 def analysts_of(name: str, seed: int) -> tuple[LengthAnalyst, ProgramAnalyst]:

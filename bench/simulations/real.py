@@ -56,6 +56,13 @@ class RealLengths:
         self._asked: dict[int, Asked] = {}
         self._fitted_s = 0.0
 
+    def begin_run(self) -> None:
+        """Another simulation begins, at time 0; what was learnt stays, who ran is gone."""
+        self._book = LengthBook()
+        self._calibration = -1
+        self._asked.clear()
+        self._fitted_s = 0.0
+
     def forecast(self, job: Job, program: SimProgram) -> Points | None:
         self._fit(job.terms.arrival_s)
         asked = self._model.forecast([self._request(job, program)], NOON_S)[0]
@@ -111,6 +118,20 @@ class RealPrograms:
         """Calls of each running program that the tracker has been told of."""
         self._live: dict[int, tuple[int, ...]] = {}
         """Nodes of the stage that runs, or was last."""
+        self._run = 0
+        """Of several simulations behind each other: the same index is another program in each."""
+
+    def begin_run(self) -> None:
+        """Another simulation begins, at time 0; what was learnt stays, who ran is gone."""
+        for index in list(self._live):
+            self._take(Closed(self._name(index), is_cancelled=True), self._now_s, None)
+        self._told.clear()
+        self._live.clear()
+        self._now_s = 0.0
+        self._run += 1
+
+    def _name(self, index: int) -> int:
+        return name_hash("program", str(self._run), str(index))
 
     def stage_began(
         self, index: int, program: SimProgram, stage: int, now_s: float, pace: Pace
@@ -119,9 +140,9 @@ class RealPrograms:
         assert isinstance(slo, CompoundSlo), "only programs are foreseen"
         before, nodes = self._live.get(index, ()), []
         for number, call in enumerate(program.stages[stage].calls, start=place):
-            nodes.append(name_hash("node", str(index), str(number)))
+            nodes.append(name_hash("node", str(self._run), str(index), str(number)))
             arrived = Arrived(
-                program=_name(index),
+                program=self._name(index),
                 application=name_hash(program.tenant, program.application),
                 place=number,
                 call=shape.Call(
@@ -151,7 +172,7 @@ class RealPrograms:
     def ended(self, index: int, program: SimProgram, *, is_complete: bool) -> None:
         if is_complete:
             self._finish(index, program, len(program.stages) - 1, self._now_s, None)
-        self._take(Closed(_name(index), is_cancelled=not is_complete), self._now_s, None)
+        self._take(Closed(self._name(index), is_cancelled=not is_complete), self._now_s, None)
         self._told.pop(index, None)
         self._live.pop(index, None)
         store = self._tracker.store
@@ -164,7 +185,7 @@ class RealPrograms:
         """All calls of a stage have; when each of them did is not known, and does not count."""
         for node, call in zip(self._live[index], program.stages[stage].calls, strict=True):
             finished = Finished(
-                program=_name(index),
+                program=self._name(index),
                 node=node,
                 output_tokens=call.output_tokens,
                 at_s=now_s,
@@ -180,10 +201,6 @@ class RealPrograms:
 
     def _outlook(self, index: int) -> ProgramOutlook | None:
         for _, outlook in self._tracker.outlooks():
-            if outlook.program == _name(index):
+            if outlook.program == self._name(index):
                 return as_expected(outlook)
         return None
-
-
-def _name(index: int) -> int:
-    return name_hash("program", str(index))

@@ -18,6 +18,8 @@ from scheduler.policies import CHOICES, POLICIES
 
 SERVICE_CHOICES = ("on", "external", "off")
 DEFAULT_PORT = 30000
+DEFAULT_SWAP_GIB = 1.0
+MOST_SWAP_GIB = 1 << 20
 DEFAULT_HOST = "127.0.0.1"
 
 
@@ -92,6 +94,15 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="REQUESTS",
         help="requests that may rest with their KV resident beside the --max-running-requests "
         "that run together (default: as many again)",
+    )
+    group.add_argument(
+        "--kv-swap-gib",
+        type=float,
+        default=DEFAULT_SWAP_GIB,
+        metavar="GIB",
+        help="host memory for the KV of preempted requests, which is copied back where that is "
+        "faster than a prefill; 0: it is always computed again. Without tensor parallelism; "
+        "--enable-hierarchical-cache is SGLang's own way (default: %(default)s)",
     )
     group.add_argument(
         "--max-decode-pause",
@@ -207,6 +218,8 @@ def own_settings(args: argparse.Namespace) -> Settings:
     is_stock = args.policy == STOCK_POLICY
     if args.max_parked_requests is not None and args.max_parked_requests < 0:
         raise UsageError("--max-parked-requests must be 0 or more")
+    if not 0 <= args.kv_swap_gib <= MOST_SWAP_GIB:
+        raise UsageError(f"--kv-swap-gib must be a number from 0 to {MOST_SWAP_GIB}")
     if args.test_force_moves_every < 0:
         raise UsageError("--test-force-moves-every must be 0 or more")
     if not 0 <= args.drain_seconds < float("inf"):
@@ -236,6 +249,7 @@ def own_settings(args: argparse.Namespace) -> Settings:
         predictor_address=_address(args, "predictor"),
         graphs_address=_address(args, "graphs"),
         trusts_known_lengths=args.test_known_lengths,
+        kv_swap_bytes=int(args.kv_swap_gib * 2**30),
         force_moves_every=args.test_force_moves_every,
     )
 

@@ -28,6 +28,7 @@ from core.clock import MonotonicClock
 from engine.runtime import arrivals, batches, custom, forecasts, programs
 from engine.runtime.drops import REASON_CANCELLED, drop_message
 from engine.runtime.forecasts import Forecasts
+from engine.runtime.kv_swap import KvSwap, can_swap
 from engine.runtime.programs import ProgramWatch
 from engine.runtime.settings import (
     KNOB_CANCEL_PROGRAM,
@@ -105,6 +106,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         """The waiting queue is cut down to what is admitted: it does not show every request."""
         self._steps_since_forced_move = 0
         self._force_moves_every = settings.force_moves_every
+        self._swap: KvSwap | None = None
         super().__init__(server_args, port_args)
         self._timer = StepTimer(self._clock, is_synchronous=self.device == "cpu")
         share = settings.max_batch and max(settings.max_batch // max(server_args.dp_size, 1), 1)
@@ -120,7 +122,17 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             self._now_s,
             model=server_args.served_model_name or server_args.model_path,
         )
+        self._swap = self._make_swap()
         self._max_batch: int = min(share or self.max_running_requests, self.max_running_requests)
+
+    def _make_swap(self) -> KvSwap | None:
+        # Ranks would measure other times, and then decide differently.
+        is_alone = get_parallel().tp_size == 1
+        pools = (self.tree_cache, self.token_to_kv_pool_allocator)
+        if not (self._settings.kv_swap_bytes and is_alone and can_swap(*pools)):
+            return None
+        most = self._settings.kv_swap_bytes
+        return KvSwap(*pools, self.req_to_token_pool, self._clock, most)
 
     def _connect(self, server_args: Any) -> PredictorClient | None:
         if get_parallel().tp_rank != 0:
@@ -209,6 +221,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
     def _forget(self, key: str, state: RequestState) -> None:
         record = self._frames.get(key)
         self._frames.ended(key, state)
+        if self._swap is not None:
+            self._swap.forget(key)
         req = self._reqs.pop(key, None)
         if req is not None:
             self._forecasts.ended(key, req)
@@ -331,6 +345,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             free_kv_tokens=int(free),
             total_kv_tokens=int(self.max_total_num_tokens),
             free_slots=int(self.req_to_token_pool.available_size()),
+            swap_token_s=None if self._swap is None else self._swap.token_s,
         )
 
     def _just_prefilled(self) -> set[str]:
@@ -374,6 +389,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             leaving = [req for req in batch.reqs if req.frame_key in keys and _is_movable(req)]
             batch.filter_batch(reqs_to_exclude=leaving)
             for req in leaving:
+                if self._swap is not None:
+                    self._swap.save(req.frame_key, req)
                 batches.release_kv(req, self.tree_cache)
                 self._add_request_to_queue(req, is_retracted=True)
                 # Its last step may be in flight: SGLang drops that result only until the
@@ -451,6 +468,9 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         """Let SGLang prefill what the plan admits, in its order, as far as there is room."""
         room = self._places(running_batch) - (self.chunked_req is not None)
         admitted = self._admissible(moved)[:room] if room > 0 else []
+        if self._swap is not None:
+            for req in admitted:
+                self._swap.restore(req.frame_key, self._frames.step_time.prefill_s(1))
         held = self.waiting_queue
         if admitted:
             chosen = {id(req) for req in admitted}
@@ -467,6 +487,8 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
                 record = self._frames.get(getattr(req, "frame_key", ""))
                 if record is not None and not record.holds_kv:
                     self._frames.started(req.frame_key, now_s)
+                    if self._swap is not None:
+                        self._swap.forget(req.frame_key)
         return next_plan
 
     def _admissible(self, moved: set[str]) -> list[Req]:
@@ -596,6 +618,12 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
         finally:
             self.waiting_queue = started + self.waiting_queue
 
+    def flush_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """What is flushed must not come back from a copy, least of all under other weights."""
+        if self._swap is not None:
+            self._swap.clear()
+        return super().flush_cache(*args, **kwargs)
+
     # SGLang's own bookkeeping, told about parked requests.
 
     def pause_generation(self, recv_req: Any) -> None:
@@ -662,6 +690,7 @@ class FrameScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]  # SGLan
             "policy": frames.policy_name,
             "predictor": self._forecasts.state(),
             "graphs": self._programs.state(),
+            "kv_swap": None if self._swap is None else self._swap.state(),
             "force_moves_every": self._force_moves_every,
             "num_running": frames.count(RequestState.RUNNING),
             "num_parked": frames.count(RequestState.PARKED),

@@ -56,6 +56,10 @@ class LinearSteps(msgspec.Struct, frozen=True, kw_only=True):
         if self.constant_s == 0:
             raise ValueError("constant_s must be above 0: a step takes time")
 
+    def slower(self, times: float) -> LinearSteps:
+        """Every step takes so many times as long."""
+        return LinearSteps(**{name: times * getattr(self, name) for name in _FIELDS})
+
     def seconds(self, step: Step) -> float:
         return (
             self.constant_s
@@ -67,6 +71,8 @@ class LinearSteps(msgspec.Struct, frozen=True, kw_only=True):
             + (self.prefill_constant_s if step.prefill_tokens else 0.0)
         )
 
+
+_FIELDS = LinearSteps.__struct_fields__
 
 A100_LLAMA_8B = LinearSteps(
     constant_s=9.53e-3, decode_s=40e-6, context_s=65.5e-9, padding_s=1e-9, prefill_s=93.6e-6

@@ -105,8 +105,9 @@ def essence(answer: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(run_server: RunServer) -> list[list[Any]]:
-    """What stock SGLang answers, with a pool that is large enough."""
-    with run_server("--policy", "sglang", "--max-running-requests", "24") as stock:
+    """What stock SGLang answers, with its own attention and a pool that is large enough."""
+    flags = ("--policy", "sglang", "--attention-backend", "torch_native")
+    with run_server(*flags, "--max-running-requests", "24") as stock:
         return answer_all(stock.base_url, make_load(), with_slo=False)
 
 
@@ -114,8 +115,12 @@ def reference(run_server: RunServer) -> list[list[Any]]:
 def ours(
     request: pytest.FixtureRequest, run_server: RunServer, reference: list[list[Any]]
 ) -> Iterator[Server]:
-    """Our server with a small pool; ``reference`` first, so that two never run at once."""
-    extra = ("--disable-overlap-schedule",) if request.param == "no-overlap" else ()
+    """Our server with a small pool; ``reference`` first, so that two never run at once.
+
+    With overlap what is preempted comes back from host memory, without it is computed again.
+    """
+    is_plain = request.param == "no-overlap"
+    extra = ("--disable-overlap-schedule", "--kv-swap-gib", "0") if is_plain else ()
     with run_server(*FLAGS, *extra) as server:
         yield server
 
@@ -174,3 +179,15 @@ def test_nothing_is_held_after_all_that(ours: Server) -> None:
     )
     assert idle["free_kv_tokens"] + idle["evictable_kv_tokens"] == idle["total_kv_tokens"]
     assert idle["free_request_slots"] == idle["total_request_slots"]
+    swap = idle["kv_swap"]
+    if swap is not None:
+        assert (swap["copies"], swap["bytes"], swap["lost"]) == (0, 0, 0)
+
+
+@pytest.mark.slow_server
+def test_kv_came_back_from_host_memory_where_it_may(ours: Server) -> None:
+    swap = state(ours)["kv_swap"]
+    if swap is None:
+        pytest.skip("this server computes again")
+    assert swap["saved"] > 0
+    assert swap["restored"] > 0, f"nothing was brought back: {swap}"

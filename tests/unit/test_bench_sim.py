@@ -9,6 +9,7 @@ import pytest
 
 from bench import sim
 from bench.simulations import capacity, figures, pool, savings, tables, tasks
+from bench.simulations.analysts import AnalystsOfRuns
 from bench.simulations.capacity import Capacity, probe_of
 from bench.simulations.cell import Cell, Engine, base_policy, cell_of, split_label
 from bench.simulations.experiments import EXPERIMENTS
@@ -400,6 +401,41 @@ def test_the_real_matcher_foresees_what_it_has_seen():
 def test_the_real_forest_learns_from_what_ends():
     found = play(cell_of("gmax", TINY, 1, Engine(), "real"))
     assert found.attainment > 0.5
+
+
+def test_what_analysts_have_learnt_lasts_from_run_to_run():
+    stages = tuple(
+        SimStage(calls=(SimCall(input_tokens=50, output_tokens=tokens, role=role),))
+        for role, tokens in (("plan", 20), ("write", 400))
+    )
+    analysts, pace = AnalystsOfRuns("real", 1), Pace(0.02, 1e-4)
+
+    def run(num, *, ends):
+        _, programs = analysts.of_next_run()
+        for index in range(num):
+            slo = CompoundSlo(60.0, str(index))
+            program = SimProgram(arrival_s=5.0 * index, application="agent", slo=slo, stages=stages)
+            first = programs.stage_began(index, program, 0, 5.0 * index, pace)
+            if ends:
+                programs.stage_ended(index, program, 0, 5.0 * index + 1, pace)
+                programs.stage_began(index, program, 1, 5.0 * index + 1, pace)
+                programs.ended(index, program, is_complete=True)
+        return first, programs
+
+    assert run(1, ends=False)[0] is None
+    # The program that the first run left behind is no part of the second, whose index is the same.
+    assert run(1, ends=True)[0] is None
+    known, programs = run(1, ends=False)
+    assert known.future_output_tokens == pytest.approx(400, rel=0.2)
+    assert len(programs._tracker) == 1
+    assert len(analysts.of_next_run()[1]._tracker) == 0
+
+
+def test_only_what_learns_for_long_is_kept_between_runs():
+    analysts = AnalystsOfRuns("noisy:0.6", 1)
+    assert analysts.of_next_run()[1] is not analysts.of_next_run()[1]
+    with pytest.raises(ValueError, match="analyst must be"):
+        AnalystsOfRuns("psychic", 1)
 
 
 # End to end.

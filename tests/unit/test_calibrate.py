@@ -1,11 +1,13 @@
 """What ``bench calibrate`` makes of a served load: the replay, the figures, the keys."""
 
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
 
-from bench import calibrate, calibration, compound
+from bench import calibrate, calibration, compound, pace, replay_served
 from bench.answers import Answer
 from bench.load import Offer, Result, Targets
 from bench.replay import (
@@ -22,6 +24,7 @@ from bench.replay import (
     summarise,
     template_of,
 )
+from bench.simulations.analysts import analysts_of
 from bench.step_load import Stream, by_kind, decode_rows
 from core.slo import BestEffortSlo, CompoundSlo, DeadlineSlo, LatencySlo
 from engine.simulator.measured import Measurement
@@ -185,7 +188,7 @@ def test_the_same_load_simulated_gives_figures_without_the_extra_tokens():
     for engine in (ENGINE, LATE):
         load = replay(offers, results, [], TARGETS, 5.0, engine)
         known = calibration.Known(shape, steps, engine, TARGETS, ())
-        result = calibration.simulate(load.workload, "gmax", known, "none", 1)
+        result = calibration.simulate(load.workload, "gmax", known, analysts_of("none", 1))
         found = simulated_figures(result, 5.0, engine)
         # 20 of the stream, 60 of the answer, 120 of the program.
         assert found.token_goodput_per_s == pytest.approx(200 / 5.0)
@@ -252,7 +255,12 @@ def test_a_run_of_serve_is_replayed_round_by_round(tmp_path, capsys):
     flags = ["--served", str(paths["served"]), "--known", str(paths["known"])]
     assert calibrate.main([*flags, "--analyst", "none", "--json", str(paths["out"])]) == 0
     summary = msgspec.json.decode(paths["out"].read_bytes())["summary"]
-    assert set(summary) == {"goodput_error_fraction_worst", "same_ranking"}
+    assert set(summary) == {
+        "goodput_error_fraction_worst",
+        "same_ranking",
+        "goodput_error_fraction_worst_round",
+        "same_ranking_every_round",
+    }
     text = capsys.readouterr().out
     assert all(name in text for name in ("edf #1", "edf #2", "gmax #2"))
 
@@ -261,3 +269,91 @@ def test_a_replay_of_a_run_needs_a_calibration(capsys):
     with pytest.raises(SystemExit):
         calibrate.main(["--served", "run.json"])
     assert "--known" in capsys.readouterr().err
+
+
+def test_turns_rotate_as_serve_has_them():
+    run = replay_served.Served(
+        TARGETS, 5.0, [[], []], {"a": [], "b": [], "c": []}, paces={"a": [0.1, 0.2]}
+    )
+    assert [run.order(number) for number in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+    assert (run.step_s("a", 1), run.step_s("a", 2), run.step_s("b", 0)) == (0.2, 0.0, 0.0)
+
+
+def test_a_turn_on_a_slower_machine_is_simulated_with_slower_steps():
+    steps = LinearSteps(constant_s=0.01, decode_s=0.002, context_s=1e-5, prefill_s=0.001)
+    known = calibration.Known(
+        EngineShape(kv_tokens=9000), steps, ENGINE, TARGETS, (0.02, 0.001, 1e-5, 0.0, 0.0)
+    )
+    reference_s = pace.reference_s(known.own_model_s)
+    assert reference_s == pytest.approx(0.02 + 8 * 0.001 + 1200 * 1e-5)
+    assert known.pace(1.5 * reference_s) == pytest.approx(1.5)
+    assert known.pace(0.0) == 1.0
+    load = replay([offer()], [served("deadline", answer())], [], TARGETS, 5.0, ENGINE)
+
+    def busy_s(slower):
+        none = analysts_of("none", 1)
+        result = calibration.simulate(load.workload, "fcfs", known, none, slower)
+        return result.replicas[0].busy_s
+
+    assert busy_s(1.5) == pytest.approx(1.5 * busy_s(1.0))
+    step = Step(3, 400, 20, 50, 90)
+    assert steps.slower(1.5).seconds(step) == pytest.approx(1.5 * steps.seconds(step))
+
+
+def test_no_pace_takes_the_machine_to_be_as_it_was(tmp_path, capsys):
+    run = {
+        "targets": TARGETS,
+        "seconds": 5.0,
+        "offers": [[offer()]],
+        "results": {"edf": [served("deadline", answer())]},
+        "paces": {"edf": [0.08]},
+    }
+    steps = LinearSteps(constant_s=0.01, decode_s=0.001)
+    own = (0.04, 0.0, 0.0, 0.0, 0.0)
+    known = calibration.Known(EngineShape(kv_tokens=9000), steps, ENGINE, TARGETS, own)
+    paths = {name: tmp_path / f"{name}.json" for name in ("served", "known")}
+    paths["served"].write_bytes(msgspec.json.encode(run))
+    paths["known"].write_bytes(msgspec.json.encode({"known": known}))
+    flags = ["--served", str(paths["served"]), "--known", str(paths["known"])]
+    for more, said in (([], "2.000 times"), (["--no-pace"], "1.000 times")):
+        assert calibrate.main([*flags, "--analyst", "none", *more]) == 0
+        assert said in capsys.readouterr().out
+
+
+class _Timer(BaseHTTPRequestHandler):
+    """Fails the first time that it is asked."""
+
+    asked = 0
+    is_enough = threading.Event()
+
+    def do_GET(self):
+        type(self).asked += 1
+        if self.asked >= 4:
+            self.is_enough.set()
+        body = b'{"step_time_coefficients_s": [0.01, 0.001, 0.0, 0.0, 0.0], "more": 1}'
+        self.send_response(500 if self.asked == 1 else 200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_the_pace_is_watched_whatever_the_server_says():
+    server = HTTPServer(("127.0.0.1", 0), _Timer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pace.watched(f"http://127.0.0.1:{server.server_port}", every_s=0.01) as paces:
+            assert _Timer.is_enough.wait(30)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert paces.median_s == pytest.approx(0.01 + 8 * 0.001)
+    with pace.watched("http://127.0.0.1:9", every_s=10.0) as nobody:
+        pass
+    assert nobody.median_s == 0.0
