@@ -15,6 +15,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from core.clock import Clock
 
@@ -42,9 +44,15 @@ class _Copy(NamedTuple):
 def can_swap(tree_cache: Any, allocator: Any) -> bool:
     """Whether requests' KV is plain enough: attention over all tokens, one radix tree by token.
 
-    SGLang's hierarchical cache is a tree of its own, which moves KV to the host by itself.
+    A tree that moves KV elsewhere by itself (hierarchical, linked) is left to do so.
     """
-    if type(tree_cache) is not RadixCache or tree_cache.disable or tree_cache.page_size != 1:
+    if tree_cache.disable or tree_cache.page_size != 1:
+        return False
+    if type(tree_cache) is UnifiedRadixCache:
+        is_plain = set(tree_cache.components) == {ComponentType.FULL}
+        if not is_plain or tree_cache.cache_controller or tree_cache.linker:
+            return False
+    elif type(tree_cache) is not RadixCache:
         return False
     return getattr(allocator.get_kvcache(), "k_buffer", None) is not None
 
@@ -149,7 +157,8 @@ class KvSwap:
             raise
         known = self._tree.path_device_indices(node)[:there]
         values = torch.cat([known.to(slots.dtype), slots]).to(torch.int64)
-        self._tree.insert(InsertParams(key=copy.key, value=values))
+        # Up to where the slots are the tree's own: else it would free them as duplicates.
+        self._tree.insert(InsertParams(key=copy.key, value=values, prev_prefix_len=there))
         self._timed(begin_s, missing)
         self.num_restored += 1
         self.restored_tokens += missing

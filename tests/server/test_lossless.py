@@ -185,9 +185,12 @@ def test_nothing_is_held_after_all_that(ours: Server) -> None:
 
 
 @pytest.mark.slow_server
-def test_kv_came_back_from_host_memory_where_it_may(ours: Server) -> None:
+def test_kv_came_back_from_host_memory_where_it_may(
+    ours: Server, request: pytest.FixtureRequest
+) -> None:
     swap = state(ours)["kv_swap"]
-    if swap is None:
-        pytest.skip("this server computes again")
+    if "no-overlap" in request.node.name:
+        assert swap is None
+        return
     assert swap["saved"] > 0
     assert swap["restored"] > 0, f"nothing was brought back: {swap}"

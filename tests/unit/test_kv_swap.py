@@ -58,12 +58,41 @@ class Pool:
                 self.v_buffer[layer][piece] = values
 
 
+def make_tree(tree_type, allocator, *, page_size=1, disable=False):
+    """The one that SGLang makes, or the one that it made before."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    if tree_type == "plain":
+        return RadixCache.create_simulated(
+            mock_allocator=allocator, page_size=page_size, disable=disable
+        )
+    return UnifiedRadixCache(
+        CacheInitParams(
+            disable=disable,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+        )
+    )
+
+
+@pytest.fixture(autouse=True, params=["unified", "plain"])
+def tree_type(request, monkeypatch):
+    monkeypatch.setattr(Engine, "tree_type", request.param)
+    return request.param
+
+
 class Engine:
     """SGLang's tree and allocator over such a pool, and one request's way through them."""
 
+    tree_type = "unified"
+
     def __init__(self, num=200, max_bytes=1 << 20):
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-        from sglang.srt.mem_cache.radix_cache import RadixCache
 
         from engine.runtime.kv_swap import KvSwap
 
@@ -71,7 +100,7 @@ class Engine:
         self.allocator = TokenToKVPoolAllocator(
             num, dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=False
         )
-        self.tree = RadixCache.create_simulated(mock_allocator=self.allocator)
+        self.tree = make_tree(self.tree_type, self.allocator)
         self.rows = torch.zeros((8, num), dtype=torch.int32)
         self.swap = KvSwap(
             self.tree,
@@ -312,17 +341,23 @@ def test_namespaces_are_kept_apart():
     assert len(engine.cached(TOKENS)) == 0
 
 
-def test_what_can_be_swapped():
+def test_what_can_be_swapped(tree_type):
     from engine.runtime.kv_swap import can_swap
 
     engine = Engine()
     assert can_swap(engine.tree, engine.allocator)
-    engine.tree.page_size = 16
-    assert not can_swap(engine.tree, engine.allocator)
-    engine.tree.page_size = 1
-    engine.tree.disable = True
-    assert not can_swap(engine.tree, engine.allocator)
-    engine.tree.disable = False
+    for changes in ({"page_size": 16}, {"disable": True}):
+        assert not can_swap(make_tree(tree_type, engine.allocator, **changes), engine.allocator)
+    assert not can_swap(SimpleNamespace(disable=False, page_size=1), engine.allocator)
     del engine.pool.k_buffer
     assert not can_swap(engine.tree, engine.allocator)
-    assert not can_swap(SimpleNamespace(disable=False, page_size=1), engine.allocator)
+
+
+@pytest.mark.parametrize("owner", ["cache_controller", "linker"])
+def test_a_tree_that_moves_kv_by_itself_is_left_to_it(owner):
+    from engine.runtime.kv_swap import can_swap
+
+    engine = Engine()
+    if engine.tree_type == "unified":
+        setattr(engine.tree, owner, object())
+        assert not can_swap(engine.tree, engine.allocator)
