@@ -34,13 +34,15 @@ class Batch(NamedTuple):
 class CpuKernels:
     """``kernel_spreads.Kernels`` of this machine's CPU; one call is timed, times the layers."""
 
-    def __init__(self, shape: Shape, dtype: str, seed: int) -> None:
+    def __init__(self, shape: Shape, dtype: str, seed: int, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._shape = shape
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._generator = torch.Generator().manual_seed(seed)
         self._clock = MonotonicClock()
         self._has_ours = paged_attention.is_available() and self._dtype in paged_attention.DTYPES
-        self.description = f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        self.description = f"CPU, threads: {torch.get_num_threads()}, torch {torch.__version__}"
         self.csv_kernel = OURS if self._has_ours else TORCH
         # What is free counts no file cache: half of it leaves room for what is gathered.
         self.memory_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -41,7 +41,7 @@ class GpuKernels:
         self._shape = shape
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._graph = graph
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = _device()
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self.description = (
@@ -125,8 +125,8 @@ class PagedStep:
         *,
         graph: bool,
     ) -> None:
-        self._shape, self._query, self._pools = shape, query, pools
-        self._indptr, self._pages, self._last = indptr, pages, last
+        self._shape, self.query, self._pools = shape, query, pools
+        self.indptr, self.pages, self.last = indptr, pages, last
         self.out = torch.empty_like(query)
         """(requests, heads, head size): of the last layer run."""
         self._wrapper = _wrapper(shape, workspace, indptr, pages, last, graph=graph)
@@ -138,16 +138,16 @@ class PagedStep:
     def plan(self) -> None:
         """Deals the batch out to the GPU's processors, on the host, as once a step."""
         self._wrapper.plan(
-            self._indptr,
-            self._pages,
-            self._last,
+            self.indptr,
+            self.pages,
+            self.last,
             self._shape.heads,
             self._shape.kv_heads,
             self._shape.head_size,
             self._pools[0][0].shape[1],
             pos_encoding_mode="NONE",
-            q_data_type=self._query.dtype,
-            kv_data_type=self._query.dtype,
+            q_data_type=self.query.dtype,
+            kv_data_type=self.query.dtype,
         )
 
     def run_s(self) -> float:
@@ -170,7 +170,7 @@ class PagedStep:
 
     def _run_layers(self) -> None:
         for layer in range(self._shape.layers):
-            self._wrapper.run(self._query, self._pools[layer % len(self._pools)], out=self.out)
+            self._wrapper.run(self.query, self._pools[layer % len(self._pools)], out=self.out)
 
     def _captured(self) -> Any:
         # Outside the graph first, on a side stream: what is compiled or allocated once is not
@@ -185,6 +185,10 @@ class PagedStep:
         with torch.cuda.graph(graph):
             self._run_layers()
         return graph.replay
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _wrapper(

@@ -5,8 +5,9 @@ CUDA GPU FlashInfer is measured, else this CPU: our kernel and torch's. All spre
 turns, so ratios are of the same minute. Times are of a step's attention in all layers; the CSV has
 that alone, so what is fitted to it lacks the rest of the model.
 
-On a GPU machine, with nothing but torch and flashinfer:
+On a GPU machine, with nothing but torch and flashinfer (which compiles its kernels with nvcc):
 ``python -m bench.kernels --device cuda --json kernels.json --csv steps.csv``
+Where others use the CPU too, ``--threads 1``: threads that wait for each other measure the others.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from bench.kernel_spreads import (
 CSV_COLUMNS = ("num_decodes", "context_tokens", "prefill_tokens", "duration_s", "padding_tokens")
 """As ``engine.simulator.measured`` reads them; it can't be imported where only torch is."""
 WARM_UP_ROUNDS = 3
+STEADY = 0.2
+"""Noise above which a batch's ratios say more of the machine than of the kernel."""
 
 
 class Plan(NamedTuple):
@@ -82,6 +85,11 @@ class Case(NamedTuple):
         pairs = zip(self.seconds[spread], self.seconds[EQUAL], strict=True)
         return statistics.median(other / equal for other, equal in pairs)
 
+    def noise(self) -> float:
+        """Between the quartiles of the rounds with equal lengths, relative to their median."""
+        low, middle, high = statistics.quantiles(self.seconds[EQUAL], n=4, method="inclusive")
+        return (high - low) / middle
+
     def extras(self) -> list[Extra]:
         """What each spread took longer than equal lengths, as the ratios have it."""
         equal_s = self.step_s(EQUAL)
@@ -115,8 +123,8 @@ def main(argv: list[str]) -> int:
     plan = PLANS[device, args.quick]
     shape = SHAPES[args.shape or plan.shape]
     kernels = _kernels(device, shape, args)
-    print(f"{kernels.description}; {args.dtype}, {shape.heads} query heads, {shape.kv_heads}")
-    print(f"key-value heads of {shape.head_size}, {shape.layers} layers", flush=True)
+    heads = f"{shape.heads} query and {shape.kv_heads} key-value heads of {shape.head_size}"
+    print(f"{kernels.description}\n{args.dtype}, {heads}, {shape.layers} layers", flush=True)
     cases: list[Case] = []
     for batch, mean in _sizes(args, plan, shape, kernels.memory_bytes):
         found = _measure(kernels, batch, mean, args.rounds or plan.rounds, args.seed)
@@ -132,7 +140,7 @@ def main(argv: list[str]) -> int:
         _write_csv(args.csv, [case for case in cases if case.kernel == kernels.csv_kernel])
     detail = {
         "device": kernels.description,
-        "cases": [case._asdict() for case in cases],
+        "cases": [{**case._asdict(), "noise": case.noise()} for case in cases],
         "costs": [{**cost._asdict(), "padding": cost.padding._asdict()} for cost in costs],
         "options": str(vars(args)),
     }
@@ -147,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(VALUE_BYTES), default="bfloat16")
     parser.add_argument("--batches", type=_whole_numbers, help="requests, comma-separated")
     parser.add_argument("--contexts", type=_whole_numbers, help="mean tokens, comma-separated")
-    parser.add_argument("--rounds", type=int, help="that count, of each batch")
+    parser.add_argument("--rounds", type=_rounds, help="that count, of each batch")
     parser.add_argument("--most-tokens", type=int, help="of a batch; larger ones are left out")
     parser.add_argument(
         "--graph",
@@ -155,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="run the GPU's kernels from a CUDA graph, as SGLang does (default: %(default)s)",
     )
+    parser.add_argument("--threads", type=int, help="of the CPU (default: as many as torch takes)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few batches, 7 rounds")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")
@@ -167,6 +176,12 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more: {text}")
     return values
+
+
+def _rounds(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError("quartiles take 2 rounds or more")
+    return int(text)
 
 
 def _device(wanted: str) -> str | None:
@@ -193,7 +208,7 @@ def _kernels(device: str, shape: Shape, args: argparse.Namespace) -> Kernels:
         return GpuKernels(shape, args.dtype, args.seed, graph=args.graph)
     from bench.kernel_cpu import CpuKernels
 
-    return CpuKernels(shape, args.dtype, args.seed)
+    return CpuKernels(shape, args.dtype, args.seed, args.threads)
 
 
 def _sizes(
@@ -270,13 +285,27 @@ def _print(cases: Sequence[Case], costs: Sequence[Cost]) -> None:
             case.batch,
             case.mean,
             1e3 * case.step_s(EQUAL),
+            case.noise(),
             *(case.ratio(spread) if spread in case.seconds else None for spread in others),
         ]
         for case in sorted(cases, key=lambda case: case.kernel)
     ]
     print("\nA step's attention where lengths are equal, and times as long where they spread:")
-    headers = ["kernel", "batch", "context", "equal ms", *(f"x {spread}" for spread in others)]
+    headers = [
+        "kernel",
+        "batch",
+        "context",
+        "equal ms",
+        "noise",
+        *(f"x {spread}" for spread in others),
+    ]
     print(report.table(headers, rows))
+    unsteady = sum(case.noise() > STEADY for case in cases)
+    if unsteady:
+        print(
+            f"{unsteady} of {len(cases)} batches were unsteady (noise above {STEADY}): "
+            "repeat it on a machine that does nothing else"
+        )
     print("\nWhat a spread costs, and the seconds per padding token nearest to it:")
     for cost in costs:
         per_token_s, error_s = cost.padding
