@@ -86,9 +86,12 @@ class Case(NamedTuple):
         return statistics.median(other / equal for other, equal in pairs)
 
     def noise(self) -> float:
-        """Between the quartiles of the rounds with equal lengths, relative to their median."""
-        low, middle, high = statistics.quantiles(self.seconds[EQUAL], n=4, method="inclusive")
-        return (high - low) / middle
+        """Between the quartiles of the rounds, relative to their median, of the least steady."""
+        quartiles = [
+            statistics.quantiles(seconds, n=4, method="inclusive")
+            for seconds in self.seconds.values()
+        ]
+        return max((high - low) / middle for low, middle, high in quartiles)
 
     def extras(self) -> list[Extra]:
         """What each spread took longer than equal lengths, as the ratios have it."""
