@@ -9,6 +9,7 @@ from bench import (
     collect,
     decode,
     graphs,
+    kernels,
     optimum,
     overhead,
     plot,
@@ -28,6 +29,7 @@ BENCHES: Mapping[str, Callable[[list[str]], int]] = {
     "collect": collect.main,
     "decode": decode.main,
     "graphs": graphs.main,
+    "kernels": kernels.main,
     "optimum": optimum.main,
     "overhead": overhead.main,
     "plot": plot.main,
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
         "serve: SLO attainment and goodput of several policies at an overload. "
         "calibrate: the same load on the real server and in the simulator. "
         "decode: step times of the attention backends that this machine has, side by side. "
+        "kernels: what a spread of lengths costs in decode attention, on a GPU or this CPU. "
         "plot: a chart of a serve run. "
         "predictor: the length predictor's latency, coverage and rivals. "
         "graphs: time of a match, size of a pattern, and errors of the stages' shares. "

@@ -48,14 +48,26 @@ def write(
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to compare two runs."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """What a reader needs to compare two runs; None for what this machine has not."""
     return {
-        "commit": commit,
-        "sglang": importlib.metadata.version("sglang"),
+        "commit": _commit(),
+        "sglang": _sglang(),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
+
+
+def _commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return None
+
+
+def _sglang() -> str | None:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
