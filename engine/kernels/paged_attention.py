@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-
 HEAD_SIZES = frozenset((16, 32, 64, 80, 96, 128, 256))
 """That the kernel is built for."""
 DTYPES = frozenset((torch.float32, torch.bfloat16))
+NAME = "jitserve_paged_attention"
 OFF_VARIABLE = "JITSERVE_CPU_KERNELS"
 """Set to 0: as if there was no compiler."""
 
@@ -43,18 +45,26 @@ def is_available() -> bool:
 
 
 def _load() -> None:
+    """Load what was built before, or build it: where nobody else does, since torch waits for ever
+    for the lock of a build that was killed."""
+    library = build_dir() / f"{NAME}.so"
+    if library.exists():
+        torch.ops.load_library(str(library))
+        return
     from torch.utils.cpp_extension import load
 
-    folder = build_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    logger.info("attention kernel: %s", folder)
-    load(
-        name="jitserve_paged_attention",
-        sources=[str(SOURCE)],
-        extra_cflags=list(FLAGS),
-        build_directory=str(folder),
-        is_python_module=False,
-    )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("building an attention kernel for this CPU: %s", library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        load(
+            name=NAME,
+            sources=[str(SOURCE)],
+            extra_cflags=list(FLAGS),
+            build_directory=folder,
+            is_python_module=False,
+        )
+        # Whole or not at all, whoever else is about to do the same.
+        os.replace(Path(folder) / library.name, library)
 
 
 def build_dir() -> Path:

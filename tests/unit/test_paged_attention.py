@@ -188,6 +188,19 @@ def test_without_a_compiler_it_says_why(tmp_path, monkeypatch):
     assert "no attention kernel for this CPU" in found.stderr
 
 
+def test_it_is_built_once_and_beside_others_who_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both = [subprocess.Popen([sys.executable, "-c", OFF], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [job.communicate()[0].split()[-1] for job in both] == [b"True", b"True"]
+    (folder,) = (tmp_path / "jitserve" / "kernels").iterdir()
+    assert [path.name for path in folder.iterdir()] == [f"{paged_attention.NAME}.so"]
+    # What was built needs no compiler any more, and a build that was killed is nobody's matter.
+    (folder / "lock").touch()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    again = subprocess.run([sys.executable, "-c", OFF], capture_output=True, check=True)
+    assert again.stdout.split()[-1] == b"True"
+
+
 def test_another_cpu_is_another_build(monkeypatch):
     here = paged_attention.build_dir()
     monkeypatch.setattr(paged_attention, "_cpu", lambda: "flags: another")
