@@ -18,7 +18,7 @@ from scheduler.policies import CHOICES, POLICIES
 
 SERVICE_CHOICES = ("on", "external", "off")
 DEFAULT_PORT = 30000
-DEFAULT_SWAP_GIB = 1.0
+DEFAULT_SWAP_GIB = Settings(policy="", scheduler=SchedulerConfig()).kv_swap_bytes / 2**30
 MOST_SWAP_GIB = 1 << 20
 DEFAULT_HOST = "127.0.0.1"
 

@@ -475,3 +475,14 @@ def test_a_service_that_cannot_be_reached_is_refused(
 def test_lengths_that_requests_claim_are_believed_in_tests_only() -> None:
     assert not settings_of().trusts_known_lengths
     assert settings_of("--test-known-lengths").trusts_known_lengths
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("0", 0), ("0.5", 1 << 29), ("3", 3 << 30)])
+def test_host_memory_for_kv_is_in_gib(text: str, num_bytes: int) -> None:
+    assert settings_of("--kv-swap-gib", text).kv_swap_bytes == num_bytes
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9"])
+def test_host_memory_for_kv_is_a_sensible_number(text: str) -> None:
+    with pytest.raises(UsageError, match="--kv-swap-gib must be a number from 0 to"):
+        settings_of("--kv-swap-gib", text)
