@@ -16,7 +16,7 @@ from scheduler.lengths import Information, Remaining
 from scheduler.objective import GoodputObjective
 from scheduler.programs import Programs
 from scheduler.step_time import StepTimeModel
-from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows, passed
+from scheduler.table import BEST_EFFORT, COMPOUND, LATENCY, Bools, Floats, Ints, Rows, clip, passed
 
 MIN_ENGINE_S = 1e-9
 MOST_BONUS = 10.0
@@ -49,7 +49,7 @@ class FrameContext:
     tenant_service: Floats | None = None
     """Attained service by tenant index."""
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Expected seconds between two tokens in the coming frame: v_token of the paper."""
         return self.step_s_at(self.batch_size)
@@ -58,7 +58,7 @@ class FrameContext:
         """The same with so many requests: a step, and its share of the prompts in between."""
         return self.step_time.pace_s(batch_size, batch_size * self.mean_context_tokens)
 
-    @property
+    @cached_property
     def frame_tokens(self) -> int:
         """Steps of the coming frame: tokens that a request can get in it."""
         by_time = self.frame_s / self.step_s
@@ -79,9 +79,41 @@ class Expected:
     """``full_value``; of a program's call that of the whole program."""
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """What of the streams does not depend on the step time. Shapes (streams,)."""
+
+    index: Ints
+    left_s: Floats
+    """From when its next token could come until it is due."""
+    full_value: Floats
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What of the answers that count whole does not depend on the step time. Shapes (answers,).
+
+    Of what comes after a program's call: 0 for all others.
+    """
+
+    index: Ints
+    left_s: Floats
+    """From when its next token could come until all of it is due."""
+    stage_tokens: Floats
+    """Tokens to generate one after the other, after it."""
+    prefill_s: Floats
+    """Engine seconds of the prompts after it."""
+    tool_s: Floats
+    unsure: Ints
+    """Places, among these, of those after which something not certain is to come."""
+    spread_tokens: Floats
+    """Standard deviation of all that is to come, shape (unsure,)."""
+    full_value: Floats
+
+
 def _below(deviations: Floats) -> Floats:
     """P(a standard normal is below), to a hundredth: the logistic curve of that scale."""
-    share: Floats = 1.0 / (1.0 + np.exp(np.clip(-1.702 * deviations, -50.0, 50.0)))
+    share: Floats = 1.0 / (1.0 + np.exp(clip(-1.702 * deviations, -50.0, 50.0)))
     return share
 
 
@@ -107,7 +139,7 @@ class Estimates:
         shared_s = constant_s / max(context.batch_size, 1) + decode_s
         self.token_s: Floats = shared_s + context_s * (rows.context_tokens + self.mean_tokens / 2)
         """Engine seconds of one of its tokens: its own and its share of the step's constant."""
-        self.engine_s: Floats = np.clip(
+        self.engine_s: Floats = clip(
             self.prefill_s + self.mean_tokens * self.token_s, MIN_ENGINE_S, MAX_S
         )
         """Engine seconds that the rest of it takes."""
@@ -115,7 +147,8 @@ class Estimates:
     @cached_property
     def calls(self) -> Ints:
         """Places of the calls of programs."""
-        return np.flatnonzero((self.rows.kind == COMPOUND) & (self.rows.program >= 0))
+        places: Ints = ((self.rows.kind == COMPOUND) & (self.rows.program >= 0)).nonzero()[0]
+        return places
 
     @property
     def load(self) -> float:
@@ -143,12 +176,12 @@ class Estimates:
         """The estimates of the rows at ``index``."""
         return Estimates(self.rows.take(index), self.context, self._information)
 
-    @property
+    @cached_property
     def has_slo(self) -> Bools:
         has: Bools = self.rows.kind != BEST_EFFORT
         return has
 
-    @property
+    @cached_property
     def is_expired(self) -> Bools:
         """Its deadline has passed, so nothing of it can count any more."""
         return passed(self.rows.kind, self.rows.due_s, self.context.now_s)
@@ -163,8 +196,7 @@ class Estimates:
         """t_rem: until the deadline; of a stream until its last expected token is due."""
         rows = self.rows
         ahead_s = np.where(rows.kind == LATENCY, (self.bound_tokens - 1) * rows.tbt_s, 0.0)
-        left_s: Floats = np.clip(rows.due_s + ahead_s - self.context.now_s, -MAX_S, MAX_S)
-        return left_s
+        return clip(rows.due_s + ahead_s - self.context.now_s, -MAX_S, MAX_S)
 
     @property
     def bandwidth(self) -> Floats:
@@ -176,7 +208,7 @@ class Estimates:
         share = self.generation_s / np.maximum(self._stage_left_s(), MIN_ENGINE_S)
         stream = step_s / np.maximum(rows.tbt_s, MIN_ENGINE_S)
         share = np.where(rows.kind == LATENCY, stream, share)
-        needed: Floats = np.where(rows.kind == BEST_EFFORT, 0.0, np.clip(share, 0.0, 1.0))
+        needed: Floats = np.where(rows.kind == BEST_EFFORT, 0.0, clip(share, 0.0, 1.0))
         return needed
 
     def _stage_left_s(self) -> Floats:
@@ -198,9 +230,9 @@ class Estimates:
         rows, most = self.rows, self.context.frame_tokens
         length_s = min(self.context.frame_s, most * self.context.step_s)
         due = (self.context.now_s + length_s - rows.due_s) / np.maximum(rows.tbt_s, MIN_ENGINE_S)
-        stream = np.floor(np.clip(due, 0, most)) + 1
+        stream = np.floor(clip(due, 0, most)) + 1
         needed = np.where(rows.kind == LATENCY, stream, np.ceil(self.bandwidth * most))
-        return np.clip(needed, 1, most)
+        return clip(needed, 1, most)
 
     def expected(self, step_s: float, bonus: float = 0.0) -> Expected:
         """Value, chance and slack if a decode step takes ``step_s`` from now on.
@@ -209,84 +241,98 @@ class Estimates:
             bonus: value of a request that is met as a whole, beside that of its tokens; at most
                 ``MOST_BONUS`` times as much, lest many little ones outweigh all that is large.
         """
-        rows, kind = self.rows, self.rows.kind
-        full = np.zeros(rows.size)
-        fraction = np.ones(rows.size)
-        slack_s = np.full(rows.size, MAX_S)
-        streams = np.flatnonzero(kind == LATENCY)
-        if streams.size:
-            self._expect_streams(streams, step_s, bonus, full, fraction, slack_s)
-        others = np.flatnonzero((kind != LATENCY) & (kind != BEST_EFFORT))
-        if others.size:
-            self._expect_answers(others, step_s, full, fraction, slack_s)
-            full[others] += np.minimum(full[others] * MOST_BONUS, bonus)
-        rest = np.flatnonzero(kind == BEST_EFFORT)
+        size = self.rows.size
+        out = Expected(full := np.zeros(size), np.ones(size), np.full(size, MAX_S), full)
+        if self._streams.index.size:
+            self._expect_streams(step_s, bonus, out)
+        if self._answers.index.size:
+            self._expect_answers(step_s, bonus, out)
+        rest = (self.rows.kind == BEST_EFFORT).nonzero()[0]
         if rest.size:
             mean = self.mean_tokens[rest]
             full[rest] = self.context.objective.stream_value(mean, mean)
-        return Expected(full, fraction, slack_s, full)
+        return out
 
-    def _expect_streams(
-        self,
-        index: Ints,
-        step_s: float,
-        bonus: float,
-        full: Floats,
-        fraction: Floats,
-        slack_s: Floats,
-    ) -> None:
-        rows, mean = self.rows, self.mean_tokens[index]
-        slack = rows.due_s[index] - self.context.now_s - self.wait_s[index] - step_s
+    @cached_property
+    def _streams(self) -> _Streams:
+        rows = self.rows
+        index = (rows.kind == LATENCY).nonzero()[0]
+        mean = self.mean_tokens[index]
+        return _Streams(
+            index=index,
+            left_s=rows.due_s[index] - self.context.now_s - self.wait_s[index],
+            full_value=self.context.objective.stream_value(mean, mean),
+        )
+
+    def _expect_streams(self, step_s: float, bonus: float, out: Expected) -> None:
+        """Fill in those of the streams."""
+        rows, streams = self.rows, self._streams
+        index = streams.index
+        mean, was_late = self.mean_tokens[index], rows.was_late[index]
+        slack = streams.left_s - step_s
         loss_s = step_s - rows.tbt_s[index]
         pace_s = np.maximum(np.abs(loss_s), MIN_ENGINE_S)
         # In time now: until the slack is used up. Behind: from when the lead is won back.
         ahead = np.where(loss_s <= 0, mean, np.minimum(mean, slack / pace_s + 1))
         behind = np.where(loss_s < 0, np.maximum(mean + slack / pace_s, 0.0), 0.0)
         in_time = np.where(slack >= 0, ahead, behind)
-        objective = self.context.objective
-        is_whole = (in_time >= mean) & ~rows.was_late[index]
-        tokens_value = objective.stream_value(mean, mean)
-        more = np.minimum(tokens_value * MOST_BONUS, bonus)
-        full[index] = tokens_value + more
+        is_whole = (in_time >= mean) & ~was_late
+        more = np.minimum(streams.full_value * MOST_BONUS, bonus)
+        full = streams.full_value + more
         # What was late is one more token of all of them: an objective may ask for every one.
-        worth = objective.stream_value(in_time, mean + rows.was_late[index])
+        worth = self.context.objective.stream_value(in_time, mean + was_late)
         worth = worth + np.where(is_whole, more, 0.0)
-        fraction[index] = np.where(full[index] > 0, worth / np.maximum(full[index], 1e-300), 0.0)
-        slack_s[index] = np.clip(slack, -MAX_S, MAX_S)
+        out.full_value[index] = full
+        out.in_time_fraction[index] = np.where(full > 0, worth / np.maximum(full, 1e-300), 0.0)
+        out.slack_s[index] = clip(slack, -MAX_S, MAX_S)
 
-    def _expect_answers(
-        self, index: Ints, step_s: float, full: Floats, fraction: Floats, slack_s: Floats
-    ) -> None:
-        rows, mean = self.rows, self.mean_tokens[index]
-        programs = self.context.programs
-        is_call = rows.program[index] >= 0
-        later_s = np.zeros(index.size)
-        spread = np.zeros(index.size)
-        if is_call.any():
-            program = np.maximum(rows.program[index], 0)
+    @cached_property
+    def _answers(self) -> _Answers:
+        rows, programs = self.rows, self.context.programs
+        index = ((rows.kind != LATENCY) & (rows.kind != BEST_EFFORT)).nonzero()[0]
+        mean = self.mean_tokens[index]
+        stage_tokens, other_s, tool_s, spread = np.zeros((4, index.size))
+        calls = (rows.program[index] >= 0).nonzero()[0]
+        if calls.size:
+            program = rows.program[index[calls]]
             average = self.context.average_tokens
-            stages = programs.stages_to_come
+            stages = programs.stages_to_come[program]
             _, _, _, prefill_s, _ = self.context.step_time.coefficients
-            later_s = (programs.column("future_stage") + stages * average) * step_s
-            later_s = later_s + programs.column("future_new") * prefill_s
-            later_s = (later_s + programs.column("future_tool_s"))[program]
-            later_s = np.where(is_call, later_s, 0.0)
-            spread = np.hypot(programs.column("future_spread"), np.sqrt(stages) * average)
-            spread = np.where(is_call, spread[program], 0.0)
-        budget = rows.due_s[index] - self.context.now_s - self.wait_s[index] - later_s
-        fits = self._remaining.fits_fraction(budget / step_s, index)
-        unsure = np.flatnonzero(spread > 0)
-        if unsure.size:
-            # What is to come after it is no more certain than the call's own length.
-            call_spread = self._remaining.spread_tokens[index[unsure]]
-            deviation = np.hypot(spread[unsure], call_spread)
-            likely = _below((budget[unsure] / step_s - mean[unsure]) / deviation)
-            has_time = (budget + later_s)[unsure] >= step_s
-            fits[unsure] = np.where(has_time, likely, 0.0)
-        fraction[index] = fits
-        slack_s[index] = np.clip(budget - mean * step_s, -MAX_S, MAX_S)
+            stage_tokens[calls] = programs.column("future_stage")[program] + stages * average
+            other_s[calls] = programs.column("future_new")[program] * prefill_s
+            tool_s[calls] = programs.column("future_tool_s")[program]
+            known = programs.column("future_spread")[program]
+            spread[calls] = np.hypot(known, np.sqrt(stages) * average)
+        unsure = (spread > 0).nonzero()[0]
         output = rows.generated_tokens[index] + mean
-        full[index] = self.context.objective.answer_value(rows.input_tokens[index], output)
+        return _Answers(
+            index=index,
+            left_s=rows.due_s[index] - self.context.now_s - self.wait_s[index],
+            stage_tokens=stage_tokens,
+            prefill_s=other_s,
+            tool_s=tool_s,
+            unsure=unsure,
+            # What is to come after it is no more certain than the call's own length.
+            spread_tokens=np.hypot(spread[unsure], self._remaining.spread_tokens[index[unsure]]),
+            full_value=self.context.objective.answer_value(rows.input_tokens[index], output),
+        )
+
+    def _expect_answers(self, step_s: float, bonus: float, out: Expected) -> None:
+        """Fill in those of what counts whole."""
+        answers = self._answers
+        index, unsure = answers.index, answers.unsure
+        mean = self.mean_tokens[index]
+        later_s = answers.stage_tokens * step_s + answers.prefill_s + answers.tool_s
+        budget = answers.left_s - later_s
+        fits = self._remaining.fits_fraction(budget / step_s, index)
+        if unsure.size:
+            left = budget[unsure]
+            likely = _below((left / step_s - mean[unsure]) / answers.spread_tokens)
+            fits[unsure] = np.where(left + later_s[unsure] >= step_s, likely, 0.0)
+        out.in_time_fraction[index] = fits
+        out.slack_s[index] = clip(budget - mean * step_s, -MAX_S, MAX_S)
+        full = answers.full_value
+        out.full_value[index] = full + np.minimum(full * MOST_BONUS, bonus)
 
     def pool_programs(self, expected: Expected, bonus: float = 0.0) -> Expected:
         """Calls of one program count as one: its whole value over all its engine seconds.
@@ -303,8 +349,8 @@ class Estimates:
         program, size = rows.program[calls], programs.num_indices
 
         def total(values: Floats) -> Floats:
-            sums: Floats = np.bincount(program, weights=values, minlength=size).astype(np.float64)
-            return sums
+            sums = np.bincount(program, weights=values, minlength=size)
+            return sums.astype(np.float64, copy=False)
 
         output = rows.generated_tokens[calls] + self.mean_tokens[calls]
         live_in, live_out = total(rows.input_tokens[calls]), total(output)

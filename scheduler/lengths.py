@@ -14,12 +14,13 @@ from typing import Protocol
 import numpy as np
 
 from scheduler.request import Request
-from scheduler.table import NUM_POINTS, Bools, Floats, Ints, Points, RequestTable, Rows
+from scheduler.table import NUM_POINTS, Bools, Floats, Ints, Points, RequestTable, Rows, clip
 
 PRIOR_TOKENS = 512.0
 """Before any answer has finished, lengths are taken to be uniform up to this."""
 _MAX_POINT = 1e9
 _MIDDLES = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+_ONES = np.ones(NUM_POINTS, dtype=np.float32)
 
 
 class Information(enum.StrEnum):
@@ -159,9 +160,9 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     generated = table.generated_tokens[index]
     limit = table.max_output_tokens[index]
     room = np.maximum(limit - generated, 1.0)
-    points = np.minimum(table.points[index], limit[:, None])
+    points = np.minimum(table.points.take(index, axis=0), limit[:, None])
     is_ahead = points > generated[:, None]
-    ahead = is_ahead.sum(axis=1)
+    ahead = _count(is_ahead)
     outlived = ahead == 0
     count = np.maximum(ahead, 1)
     still = np.where(is_ahead, points, 0.0)
@@ -169,7 +170,7 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     spread = np.sqrt(np.maximum((still**2).sum(axis=1) / count - mean_total**2, 0.0))
     mean = mean_total - generated
     # The i-th of n points ahead stands for the level (i + 0.5) / n of what is still possible.
-    place = NUM_POINTS - count + np.clip(quantile * count - 0.5, 0.0, count - 1.0)
+    place = NUM_POINTS - count + clip(quantile * count - 0.5, 0.0, count - 1.0)
     low = place.astype(np.int64)
     high = np.minimum(low + 1, NUM_POINTS - 1)
     rows = np.arange(len(index))
@@ -179,11 +180,18 @@ def refresh(table: RequestTable, index: Ints, quantile: float) -> None:
     mean = np.where(outlived, np.maximum(generated * 0.5, 16.0), mean)
     bound = np.where(outlived, room, bound)
     spread = np.where(outlived, mean, spread)
-    table.mean_tokens[index] = np.clip(mean, 1.0, room)
-    table.bound_tokens[index] = np.clip(bound, 1.0, room)
+    table.mean_tokens[index] = clip(mean, 1.0, room)
+    table.bound_tokens[index] = clip(bound, 1.0, room)
     table.spread_tokens[index] = spread
     table.num_ahead[index] = ahead
     table.is_stale[index] = False
+
+
+def _count(points: Bools) -> Ints:
+    """How many of each row's points, of shape (n, NUM_POINTS), are marked."""
+    # A sum along the short axis takes four times as long.
+    num: Ints = (points.astype(np.float32) @ _ONES).astype(np.int64)
+    return num
 
 
 class Remaining:
@@ -202,7 +210,7 @@ class Remaining:
 
     def _fix(self, total: Floats, where: Bools) -> None:
         rows = self._rows
-        fixed = np.clip(np.where(where, total, 1.0) - rows.generated_tokens, 1.0, rows.room_tokens)
+        fixed = clip(np.where(where, total, 1.0) - rows.generated_tokens, 1.0, rows.room_tokens)
         self.mean_tokens = np.where(where, fixed, self.mean_tokens)
         self.bound_tokens = np.where(where, fixed, self.bound_tokens)
         self.spread_tokens = np.where(where, 0.0, self.spread_tokens)
@@ -211,13 +219,13 @@ class Remaining:
     def fits_fraction(self, tokens: Floats, index: Ints) -> Floats:
         """Probability that at most ``tokens`` are still to come, for the rows at ``index``."""
         rows = self._rows
-        ahead = rows.num_ahead[index]
+        ahead, least = rows.num_ahead[index], np.maximum(tokens, 0.0)
         # A point beyond max_tokens stands for an answer that ends there: see the room below.
-        reached = rows.generated_tokens[index] + np.maximum(tokens, 0.0)
-        beyond = (rows.points[index] > reached.astype(np.float32)[:, None]).sum(axis=1)
+        reached = (rows.generated_tokens[index] + least).astype(np.float32)
+        beyond = _count(rows.points.take(index, axis=0) > reached[:, None])
         mean = self.mean_tokens[index]
         with np.errstate(under="ignore"):
-            outlived = -np.expm1(-np.maximum(tokens, 0.0) / mean)
+            outlived = -np.expm1(-least / mean)
         fits = np.where(ahead > 0, 1.0 - beyond / np.maximum(ahead, 1), outlived)
         if self._is_fixed is not None:
             fits = np.where(self._is_fixed[index], (tokens >= mean).astype(np.float64), fits)

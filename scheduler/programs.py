@@ -7,7 +7,7 @@ import numpy as np
 
 from core.programs import DEFAULT_TIMEOUT_S
 from core.slo import CompoundSlo, RequestTerms
-from scheduler.table import Floats, Ints
+from scheduler.table import Floats, Ints, clip
 
 
 class ProgramOutlook(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,8 +288,7 @@ class Programs:
         stages_per_s = self.column("stages_per_s")
         more = self.column("allowance_s") * stages_per_s - self.column("stages")
         is_known = self.column("is_open") * (stages_per_s > 0)
-        to_come: Floats = np.clip(more, 1.0, MAX_STAGES) * is_known
-        return to_come
+        return clip(more, 1.0, MAX_STAGES) * is_known
 
     def column(self, name: str) -> Floats:
         """One column by index, shape (``num_indices``,). Names are in ``_FIELDS``."""
