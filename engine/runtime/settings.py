@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the graphs process listens; empty: programs go by what has been seen of them."""
     trusts_known_lengths: bool = False
     """Testing: take an answer's length from the request where it says so."""
-    kv_swap_bytes: int = 1 << 30
+    kv_swap_bytes: int = 0
     """Host memory of each scheduler process for the KV of preempted requests; 0: none."""
     force_moves_every: int = 0
     """Testing: park and preempt running requests every so many steps; 0 never."""

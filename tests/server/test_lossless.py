@@ -19,6 +19,7 @@ from serving import RunServer, Server
 
 POLICIES = ("gmax", "gmax-paper", "fcfs", "ltr")
 NUM_CLIENTS = 24
+SWAP = ("--kv-swap-gib", "1")
 FLAGS = (
     *("--max-total-tokens", "300", "--chunked-prefill-size", "128"),
     # Admit eagerly, so that the pool does run out.
@@ -120,7 +121,7 @@ def ours(
     With overlap what is preempted comes back from host memory, without it is computed again.
     """
     is_plain = request.param == "no-overlap"
-    extra = ("--disable-overlap-schedule", "--kv-swap-gib", "0") if is_plain else ()
+    extra = ("--disable-overlap-schedule", "--kv-swap-gib", "0") if is_plain else SWAP
     with run_server(*FLAGS, *extra) as server:
         yield server
 
