@@ -32,7 +32,6 @@ from bench.replay import (
     summarise,
 )
 from bench.simulations import analysts
-from bench.simulations.analysts import AnalystsOfRuns
 from bench.step_load import Prober, Seen, by_kind
 from engine.simulator import measured
 from engine.simulator.shape import EngineShape
@@ -165,13 +164,13 @@ def _serve_all(
 def _simulate_all(
     args: argparse.Namespace, known: Known, offers: Sequence[Offer], turns: Sequence[Turn]
 ) -> dict[str, Figures]:
-    found, analysts = {}, AnalystsOfRuns(args.analyst, args.seed)
+    found, told = {}, analysts.AnalystsOfRuns(args.analyst, args.seed)
     for turn in turns:
         slower = 1.0 if args.no_pace else known.pace(turn.step_s)
         others = [other.results for other in turns if other is not turn]
         load = replay(offers, turn.results, others, known.targets, args.seconds, known.engine)
         policy = turn.policy.removesuffix(AGAIN)
-        result = simulate(load.workload, policy, known, analysts.of_next_run(), slower)
+        result = simulate(load.workload, policy, known, told.of_next_run(), slower)
         found[turn.policy] = simulated_figures(result, args.seconds, known.engine)
         print(
             f"{turn.policy}: simulated, steps {slower:.3f} times as long; lengths of "

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench import report, servers
 from bench.step_load import Prober, Stream, decode_rows
+from bench.turns import median_ratio
 from engine.simulator.measured import Measurement, write
 
 BACKENDS = "torch_native,jitserve_cpu"
@@ -148,9 +149,8 @@ def _print(
 
 
 def _faster(seconds: Mapping[str, Sequence[float]], first: str, backend: str) -> float:
-    """How many times as fast as the first backend: the median of the rounds' ratios."""
-    pairs = zip(seconds[first], seconds[backend], strict=True)
-    return statistics.median(before / after for before, after in pairs)
+    """How many times as fast as the first backend."""
+    return median_ratio(seconds[first], seconds[backend])
 
 
 def _summary(backends: Sequence[str], steps: Seconds, prefills: Seconds) -> dict[str, float]:

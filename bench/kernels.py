@@ -32,6 +32,7 @@ from bench.kernel_spreads import (
     padding,
     padding_cost,
 )
+from bench.turns import in_turn, median_ratio
 
 CSV_COLUMNS = ("num_decodes", "context_tokens", "prefill_tokens", "duration_s", "padding_tokens")
 """As ``engine.simulator.measured`` reads them; it can't be imported where only torch is."""
@@ -82,8 +83,7 @@ class Case(NamedTuple):
 
     def ratio(self, spread: str) -> float:
         """Times as long as the batch of equal lengths: the median of the rounds' ratios."""
-        pairs = zip(self.seconds[spread], self.seconds[EQUAL], strict=True)
-        return statistics.median(other / equal for other, equal in pairs)
+        return median_ratio(self.seconds[spread], self.seconds[EQUAL])
 
     def noise(self) -> float:
         """Between the quartiles of the rounds, relative to their median, of the least steady."""
@@ -241,9 +241,8 @@ def _measure(kernels: Kernels, batch: int, mean: int, rounds: int, seed: int) ->
         kernel: {spread: [] for spread in spreads} for kernel in timed
     }
     for index in range(-WARM_UP_ROUNDS, rounds):
-        turn = index % len(spreads)
         for kernel, by_spread in timed.items():
-            for spread in spreads[turn:] + spreads[:turn]:
+            for spread in in_turn(spreads, index):
                 took_s = by_spread[spread]()
                 if index >= 0:
                     seconds[kernel][spread].append(took_s)

@@ -15,6 +15,7 @@ from pathlib import Path
 import openai
 
 from bench import report, servers
+from bench.turns import in_turn, median_ratio
 from core.clock import MonotonicClock
 
 STOCK = "sglang"
@@ -61,8 +62,7 @@ def _measure(
         # Warm: first steps fit the step-time model and touch every code path.
         _run(args, policy, stock, ours, num_requests=8)
     for round_index in range(args.rounds):
-        turn = round_index % len(policies)
-        for policy in policies[turn:] + policies[:turn]:
+        for policy in in_turn(policies, round_index):
             speed = _run(args, policy, stock, ours, num_requests=args.requests)
             speeds[policy].append(speed)
             print(
@@ -107,8 +107,7 @@ async def _burst(url: str, num_requests: int, tokens: int, seed: int) -> float:
 
 
 def _ratio(speeds: dict[str, list[float]], policy: str) -> float:
-    pairs = zip(speeds[policy], speeds[STOCK], strict=True)
-    return round(statistics.median(ours / stock for ours, stock in pairs), 4)
+    return round(median_ratio(speeds[policy], speeds[STOCK]), 4)
 
 
 def _print(policies: list[str], speeds: dict[str, list[float]]) -> None:

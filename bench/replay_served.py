@@ -24,6 +24,7 @@ from bench.replay import (
     summarise,
 )
 from bench.simulations.analysts import AnalystsOfRuns
+from bench.turns import in_turn
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -41,9 +42,7 @@ class Served(msgspec.Struct, frozen=True):
 
     def order(self, number: int) -> list[str]:
         """Policies in the order in which they had their turns in a round, from 0."""
-        names = list(self.results)
-        turn = number % len(names)
-        return names[turn:] + names[:turn]
+        return in_turn(list(self.results), number)
 
     def step_s(self, policy: str, number: int) -> float:
         """Of the reference step in a policy's turn of a round, from 0; 0: not known."""

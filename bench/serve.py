@@ -21,6 +21,7 @@ import msgspec
 from bench import pace, report, servers
 from bench.answers import Answer
 from bench.load import CLASSES, Offer, Result, Targets, make_offers, parse_mix, play
+from bench.turns import in_turn
 
 STOCK = "sglang"
 FALLBACK = "+fallback"
@@ -130,12 +131,11 @@ def _measure(
         targets = measure_speed(args, next(iter(urls.values())))
         print(targets.describe(args.overload), flush=True)
         for round_index in range(args.rounds):
-            turn = round_index % len(policies)
             offers = offers_of(args, targets, args.seed + round_index)
             if needs_lengths:
                 offers = _with_lengths(offers, urls[ours[0]], args.running)
             rounds.append(offers)
-            for policy in [*policies[turn:], *policies[:turn]]:
+            for policy in in_turn(policies, round_index):
                 with pace.watched(urls[policy]) as seen:
                     results[policy] += play_round(policy, urls[policy], offers, targets)
                 paces[policy].append(seen.median_s)

@@ -21,6 +21,7 @@ import openai
 
 from bench import report, servers
 from bench.answers import Answer, Ask, Session
+from bench.turns import in_turn
 from core.clock import MonotonicClock
 
 SERVERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -69,8 +70,7 @@ def main(argv: list[str]) -> int:
         for number in range(args.rounds):
             jobs = make_jobs(args, alone_s, args.seed + number)
             rounds.append(jobs)
-            turn = number % len(names)
-            for name in [*names[turn:], *names[:turn]]:
+            for name in in_turn(names, number):
                 outcomes[name].append(_play(urls[name], jobs))
                 print(f"round {number + 1}/{args.rounds} {name}: done", flush=True)
     summary = summarise(rounds, outcomes)

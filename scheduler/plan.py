@@ -177,7 +177,8 @@ class FramePlan(msgspec.Struct, frozen=True):
     cancel: tuple[Ending, ...]
     tokens: dict[str, int]
     """Tokens each request of this frame needs in it to stay in time, ``line`` included; their
-    sum is at most ``num_run`` times ``frame_tokens``. Empty in a turn: the frame's count on."""
+    sum is at most ``num_run`` times ``frame_tokens``. Empty inside a frame (backfill, turn): the
+    frame's count on."""
     ledger: Ledger
 
     @property

@@ -15,8 +15,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kernels import paged_attention
+from engine.runtime.settings import CPU_ATTENTION
 
-NAME = "jitserve_cpu"
+NAME = CPU_ATTENTION[0]
 """As --attention-backend takes it."""
 
 

@@ -122,10 +122,7 @@ def install(settings: Settings) -> None:
     """Register our hooks with SGLang; it applies them in every process it starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if not _has_gpu():
-        from engine.runtime import cpu_attention
-
-        cpu_attention.register()
+    offer_cpu_attention()
     HookRegistry.register(VERIFY_SAMPLING, _guard_sampling, HookType.BEFORE)
     HookRegistry.register(GENERATE_REQUEST, answers.follow, HookType.AROUND)
     if not settings.is_stock:
@@ -134,10 +131,14 @@ def install(settings: Settings) -> None:
         HookRegistry.register(SCHEDULER, FrameScheduler, HookType.REPLACE)
 
 
-def _has_gpu() -> bool:
+def offer_cpu_attention() -> None:
+    """Let SGLang's --attention-backend take ours, in this process, where there is no GPU."""
     import torch
 
-    return bool(torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        from engine.runtime import cpu_attention
+
+        cpu_attention.register()
 
 
 def _guard_sampling(params: Any, vocab_size: int) -> None:

@@ -16,8 +16,8 @@ from core.clock import MonotonicClock
 from core.programs import ProgramBook
 from engine.runtime import flags
 from engine.runtime.flags import UsageError
-from engine.runtime.overrides import CLIP_VARIABLE
-from engine.runtime.settings import Settings, from_environment
+from engine.runtime.overrides import CLIP_VARIABLE, offer_cpu_attention
+from engine.runtime.settings import CPU_ATTENTION, Settings, from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def build_parser() -> flags.Parser:
     """Our flags and every flag of SGLang, as ``--help`` shows them."""
     from sglang.srt.server_args import ServerArgs
 
-    _offer_cpu_attention()
+    offer_cpu_attention()
     parser = flags.Parser(
         prog="launch.py",
         description="Serve a model with SLO-aware scheduling on the SGLang runtime.",
@@ -59,18 +59,6 @@ def main(argv: list[str]) -> int:
 
 
 CPU_RUNNING_REQUESTS = 32
-CPU_ATTENTION = ("jitserve_cpu", "torch_native")
-"""Attention backends that a CPU has; the first is the default."""
-
-
-def _offer_cpu_attention() -> None:
-    """Let --attention-backend take ours where it can work."""
-    import torch
-
-    if not torch.cuda.is_available():
-        from engine.runtime import cpu_attention
-
-        cpu_attention.register()
 
 
 def _prepare(args: Any, settings: Settings) -> Settings:

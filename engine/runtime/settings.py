@@ -15,6 +15,9 @@ ENVIRONMENT_VARIABLE = "JITSERVE_SETTINGS"
 STOCK_POLICY = "sglang"
 """The name under which SGLang's own scheduler stays in charge."""
 
+CPU_ATTENTION = ("jitserve_cpu", "torch_native")
+"""Attention backends that a CPU has, by SGLang's flag: ours, the default, and SGLang's own."""
+
 KNOB_POLICY = "jitserve_policy"
 KNOB_FORCE_MOVES = "jitserve_force_moves_every"
 KNOB_FORECASTS = "jitserve_forecasts"
