@@ -150,9 +150,9 @@ class Estimates:
         places: Ints = ((self.rows.kind == COMPOUND) & (self.rows.program >= 0)).nonzero()[0]
         return places
 
-    @property
-    def load(self) -> float:
-        """Share of the engine that all of it needs from now on to be in time; above 1: too much.
+    @cached_property
+    def load_shares(self) -> Floats:
+        """Share of the engine that each needs from now on to be in time, in 0 to 1.
 
         Engine seconds of the rest over the time that is left for it, of a program's call with
         its share of what is foreseen of the program. What is late or best effort needs none.
@@ -170,7 +170,7 @@ class Estimates:
         ahead_s = np.where(rows.kind == LATENCY, (self.mean_tokens - 1) * rows.tbt_s, 0.0)
         left_s = rows.due_s + ahead_s - self.context.now_s
         counts = self.has_slo & (left_s > 0)
-        return float((work_s[counts] / np.maximum(left_s[counts], work_s[counts])).sum())
+        return np.where(counts, work_s / np.maximum(left_s, work_s), 0.0)
 
     def take(self, index: Ints) -> Estimates:
         """The estimates of the rows at ``index``."""

@@ -14,7 +14,7 @@ from scheduler.estimates import Estimates, Expected
 from scheduler.lengths import Information
 from scheduler.policies.base import Assessment, DisplaceRule, Traits
 from scheduler.policies.grouping import best_batch_size, best_window
-from scheduler.table import BEST_EFFORT, LATENCY, RUNNING, Floats, Ints
+from scheduler.table import BEST_EFFORT, LATENCY, RUNNING, Bools, Floats, Ints
 
 CHANCE_POWER = 2.0
 """The chance of being in time is that of running from now on without a pause, and whoever is
@@ -29,17 +29,21 @@ engine and take next to none of it: at 0 half of them are given up in overload f
 more tokens."""
 LATE_FRACTION = 0.5
 """Work that is late already fills the batch up to here; each of it makes all steps longer."""
-LIGHT_LOAD = 1.1
-"""While all that is live together needs no more of the engine than this, who has the least time
-to spare comes first. By the sum of what each needs, evenly over its time; who can wait makes
-room for who cannot, so that a little more than 1 still fits."""
+FITTING_LOAD = 0.8
+"""Who earns most fits while the best together need no more of the engine than this, each evenly
+over its time; who fits is served by the time to spare. Below 1, since the needs are forecasts
+and more arrives; from 0.6 to 1.1 tokens and requests change by 2 %."""
+STAYS_CHOSEN = 1.2
+"""Who runs fits before another of up to so much more worth: what is chosen stays chosen."""
 SLACK_SCALE_S = 10.0
 HOPELESS = 0.02
 """A chance below which nobody is served for having little time left."""
 EXPIRED_WEIGHT = 0.02
 """Value of work that is late already: it is served, after everything that can make it."""
 STARVATION_PER_FRAME = 0.002
-"""delta: rise of the score per frame waited, in shares of an average stream's."""
+"""delta: rise of the score per frame waited, in shares of the best that does not fit: in 500
+frames anything is as good. In shares of an average stream's, which is less in an overload, 3 %
+of the tokens and requests are lost at twice the capacity."""
 HEAD_START_FRAMES = 25.0
 """Who runs counts as having waited so much longer: equals that waited a little less or more
 must not take turns, since every turn costs a step."""
@@ -61,9 +65,10 @@ class Gmax:
     """Ours: expected value per engine second, and as many at once as pays.
 
     Score = (objective value + what a met request is worth) x P(in time)^2 / engine seconds of
-    the rest; while everything fits, least time to spare first. A program counts as a whole: what
-    it got, what runs and what is expected of it. What is late already waits while the batch is
-    half full of what is not.
+    the rest. The best that the engine has time for are served by the time to spare, least first,
+    and the others after them by their score. A program counts as a whole: what it got, what runs
+    and what is expected of it. What is late already waits while the batch is half full of what
+    is not.
 
     Of the ranked requests the first n run, with n as in ``grouping``; a group
     of more alike contexts replaces them where the step-time model says it earns more.
@@ -83,7 +88,7 @@ class Gmax:
     ) -> None:
         self._parts = parts or GmaxParts()
         self._batch_size = 0
-        self._is_light = True
+        self._least_that_fits = 0.0
         self.tuner = CutoffTuner() if self._parts.has_grouping else None
         self.traits = Traits(
             displace=DisplaceRule.BETTER_SCORE,
@@ -107,19 +112,27 @@ class Gmax:
         value[best_effort] *= BEST_EFFORT_WEIGHT
         if self._parts.has_gmax:
             scores = self._score(estimates, value, plain)
-            if estimates.context.is_whole:
-                self._is_light = estimates.load <= LIGHT_LOAD
-            if self._is_light:
-                scores = _least_slack_first(estimates, expected, scores, plain)
+            fits = self._fits(estimates, expected, scores)
+            scores, unit = _least_slack_first(expected.slack_s, fits, scores, plain)
         else:
-            average = estimates.context.average_tokens
+            average, unit = estimates.context.average_tokens, plain
             scores = plain * average / np.maximum(estimates.mean_tokens, 1.0)
             scores[late] *= EXPIRED_WEIGHT
         rows = estimates.rows
         ahead = np.where(rows.state == RUNNING, HEAD_START_FRAMES, 0.0)
         waited = np.where(late, EXPIRED_WEIGHT, 1.0) * (rows.frames_waited + ahead)
-        scores = scores + STARVATION_PER_FRAME * plain * waited
+        scores = scores + STARVATION_PER_FRAME * unit * waited
         return Assessment(scores, value, expected.in_time_fraction, expected.slack_s)
+
+    def _fits(self, estimates: Estimates, expected: Expected, scores: Floats) -> Bools:
+        """Who is to be in time: the best by worth that the engine has time for, if they can be."""
+        runs = estimates.rows.state == RUNNING
+        worth = np.where(runs, STAYS_CHOSEN * scores, scores)
+        if estimates.context.is_whole:
+            self._least_that_fits = _least_that_fits(estimates, worth)
+        can_be = estimates.has_slo & ~estimates.is_expired
+        can_be &= expected.in_time_fraction >= HOPELESS
+        return can_be & (worth > self._least_that_fits)
 
     def _score(self, estimates: Estimates, value: Floats, plain: float) -> Floats:
         scores = value / estimates.engine_s
@@ -171,16 +184,23 @@ class Gmax:
         return self._batch_size
 
 
+def _least_that_fits(estimates: Estimates, worth: Floats) -> float:
+    """Worth that is too little to fit beside all that is worth more; 0 if everything fits."""
+    order = np.argsort(-worth, kind="stable")
+    beyond = np.cumsum(estimates.load_shares[order]) > FITTING_LOAD
+    return float(worth[order[np.argmax(beyond)]]) if beyond.any() else 0.0
+
+
 def _least_slack_first(
-    estimates: Estimates, expected: Expected, scores: Floats, plain: float
-) -> Floats:
-    """Everything fits: in the order of time to spare, and behind it what has none to lose."""
-    in_time = estimates.has_slo & ~estimates.is_expired & (expected.in_time_fraction >= HOPELESS)
-    slack_s = np.maximum(expected.slack_s, 0.0)
-    first = plain * (1.0 + SLACK_SCALE_S / (SLACK_SCALE_S + slack_s))
-    # As fractions of a stream's: whatever their amounts, they stay behind.
-    most = max(float(scores.max(initial=0.0)), 1e-300)
-    return np.where(in_time, first, plain * np.minimum(scores / most, 1.0))
+    slack_s: Floats, fits: Bools, scores: Floats, plain: float
+) -> tuple[Floats, float]:
+    """What fits by its time to spare, before what does not by its worth; and the unit of both.
+
+    The unit is the score of the best that does not fit, ``plain`` where nothing is worth anything.
+    """
+    unit = float(scores[~fits].max(initial=0.0)) or plain
+    first = unit * (1.0 + SLACK_SCALE_S / (SLACK_SCALE_S + np.maximum(slack_s, 0.0)))
+    return np.where(fits, first, scores), unit
 
 
 def _request_bonus(estimates: Estimates) -> float:

@@ -41,13 +41,13 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 21915,
-    "gmax-oracle": 24290,
-    "gmax-no-analyzer": 22412,
+    "gmax": 21911,
+    "gmax-oracle": 25538,
+    "gmax-no-analyzer": 21521,
     "gmax-no-gmax": 18146,
-    "gmax-no-grouping": 21915,
-    "gmax-no-jit": 21846,
-    "gmax-no-adaptive-batch": 21915,
+    "gmax-no-grouping": 21911,
+    "gmax-no-jit": 21943,
+    "gmax-no-adaptive-batch": 21639,
     "gmax-paper": 20557,
     "gmax-paper-oracle": 24628,
     "fcfs": 7123,

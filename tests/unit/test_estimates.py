@@ -178,12 +178,12 @@ def test_the_estimates_of_some_rows_are_those_rows_of_all() -> None:
 def test_the_load_is_the_share_of_the_engine_that_each_needs_until_it_is_due(
     ask: Ask, load: float
 ) -> None:
-    assert estimates_of(ask).load == pytest.approx(load)
-    assert estimates_of(ask, ask).load == pytest.approx(2 * load)
+    assert estimates_of(ask).load_shares.sum() == pytest.approx(load)
+    assert estimates_of(ask, ask).load_shares.sum() == pytest.approx(2 * load)
 
 
 def test_nothing_is_no_load() -> None:
-    assert estimates_of().load == 0
+    assert estimates_of().load_shares.sum() == 0
 
 
 def test_what_is_foreseen_of_a_program_is_load_once_however_many_of_its_calls_are_live() -> None:
@@ -196,7 +196,7 @@ def test_what_is_foreseen_of_a_program_is_load_once_however_many_of_its_calls_ar
     programs.expect("", "p", outlook)
     step_time = StepTimeModel.known(STEP_S, prefill_s=1 / 1024)
     # Two calls of 8 s, and 1 s of prompts and 2.5 s of steps to come.
-    load = estimates_of(*rows, programs=programs, step_time=step_time).load
+    load = estimates_of(*rows, programs=programs, step_time=step_time).load_shares.sum()
     assert load == pytest.approx((8 + 8 + 1 + 2.5) / 64)
 
 
@@ -646,7 +646,7 @@ def test_whatever_is_claimed_every_estimate_is_a_finite_number(
             assert np.isfinite(values).all(), name
             if name.endswith("fraction") or name == "bandwidth":
                 assert ((values >= 0) & (values <= 1)).all(), name
-    assert 0 <= estimates.load <= len(asks)
+    assert 0 <= estimates.load_shares.sum() <= len(asks)
     assert (estimates.engine_s > 0).all()
     assert (estimates.frame_tokens >= 1).all()
     assert (estimates.frame_tokens <= context.frame_tokens).all()

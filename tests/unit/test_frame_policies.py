@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.fairness import users
 from scheduler.frame import REASON_DEADLINE, REASON_WAITING_TIME, FrameManager
 from scheduler.lifecycle import RequestState
-from scheduler.plan import Ending, Move, Reason
-from scheduler.policies import CANCEL_SUFFIX, POLICIES
+from scheduler.plan import Ending, FramePlan, Move, Reason
+from scheduler.policies import CANCEL_SUFFIX, POLICIES, gmax
 from scheduler.policies.orders import LearningToRank
 from scheduler.step_time import StepTimeModel
 
@@ -44,17 +45,15 @@ def steady_engine(policy: str, max_batch: int = 1, **more: Any) -> Engine:
     return Engine(policy, max_batch=max_batch, step_time=StepTimeModel.known(STEP_S), **more)
 
 
-def overload(engine: Engine) -> Engine:
-    """With two more that take all of their time each, and cannot make it."""
-    for index in range(2):
-        engine.arrive(f"hopeless {index}", DeadlineSlo(0.25), max_output_tokens=100)
-        engine.frames.forecast(f"hopeless {index}", [90.0])
-    return engine
+def plan_of_an_overload(engine: Engine) -> FramePlan:
+    """The plan where not even one more would fit beside the others."""
+    with patch.object(gmax, "FITTING_LOAD", 0.0):
+        return engine.plan()
 
 
 def first_admitted(engine: Engine, *, is_overload: bool = False) -> str:
     """Who gets the one place."""
-    (name,) = (overload(engine) if is_overload else engine).plan().admit
+    (name,) = (plan_of_an_overload(engine) if is_overload else engine.plan()).admit
     return name
 
 
@@ -502,7 +501,7 @@ def rich_and_tight(policy: str) -> tuple[str, ...]:
     engine.arrive("tight", DeadlineSlo(5.0), input_tokens=100)
     engine.arrive("whenever", BEST_EFFORT)
     engine.arrive("stream", LatencySlo(1.0, 0.5))
-    return overload(engine).plan().admit
+    return plan_of_an_overload(engine).admit
 
 
 def test_of_those_admitted_who_has_the_least_time_to_spare_is_first() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from rows import ABSURD, BEST_EFFORT, NOW_S, STEP_S, Ask, estimates_of, steps
 from core.slo import CompoundSlo, DeadlineSlo, LatencySlo
 from scheduler.lengths import Information
 from scheduler.objective import WeightedTokens, WholeRequests
-from scheduler.policies import POLICIES
+from scheduler.policies import POLICIES, gmax
 from scheduler.policies.base import Policy, best_first, finite
 from scheduler.policies.gmax import Gmax, GmaxParts, PaperGmax
 from scheduler.programs import ProgramOutlook, Programs
@@ -22,15 +24,12 @@ STREAM = LatencySlo(5.0, 0.25)
 both = pytest.mark.parametrize("make", [Gmax, PaperGmax], ids=["gmax", "gmax-paper"])
 
 
-NO_TIME = Ask(slo=DeadlineSlo(1.0), state=PARKED)
-"""It would take all of the engine for its second, and more."""
-
-
 def scores(policy: Policy, *asks: Ask, is_overload: bool = True, **context: object) -> list[float]:
-    """Their scores, beside two that take all of the engine each; or beside nobody."""
-    rows = (*asks, NO_TIME, NO_TIME) if is_overload else asks
-    estimates = estimates_of(*rows, information=policy.traits.information, **context)
-    return finite(policy.assess(estimates).scores)[: len(asks)].tolist()
+    """Their scores where not even one more fits, or where as many fit as may."""
+    estimates = estimates_of(*asks, information=policy.traits.information, **context)
+    fitting_load = 0.0 if is_overload else gmax.FITTING_LOAD
+    with patch.object(gmax, "FITTING_LOAD", fitting_load):
+        return finite(policy.assess(estimates).scores).tolist()
 
 
 def order(policy: Policy, *asks: Ask, is_overload: bool = True, **context: object) -> list[int]:
@@ -145,13 +144,13 @@ def test_of_equals_the_more_urgent_goes_first_but_not_in_an_overload() -> None:
 
 
 def test_while_everything_fits_the_score_is_that_of_the_time_to_spare_by_hand() -> None:
-    # An average stream earns 8 tokens a second. 40 steps are 5 s: 10 s to spare of 15, 0 of 5;
-    # and a sixteenth of a second less than none, where the longest of all lengths does not fit.
+    # An average stream earns 16 tokens a second in a batch of two. 40 steps are 5 s: 10 s to spare
+    # of 15, 0 of 5; and a sixteenth of a second less than none, where the longest does not fit.
     points = (*([39.0] * 31), 71.0)
     for due_s, length, slack_s in ((15.0, {}, 10.0), (5.0, {"points": points}, 0.0)):
         ask = Ask(slo=DeadlineSlo(due_s), **{"mean": 40, "state": PARKED} | length)
-        found = scores(Gmax(), ask, is_overload=False)
-        assert found == pytest.approx([8 * (1 + 10 / (10 + slack_s))])
+        found = scores(Gmax(), ask, is_overload=False, batch_size=2)
+        assert found == pytest.approx([16 * (1 + 10 / (10 + slack_s))])
 
 
 def test_while_everything_fits_worth_counts_for_nothing_against_time() -> None:
@@ -165,20 +164,43 @@ def test_while_everything_fits_what_has_no_time_to_lose_goes_last() -> None:
     asks = (
         Ask(slo=BEST_EFFORT, mean=1, state=PARKED),
         Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 9, mean=1, state=PARKED),
-        Ask(slo=DeadlineSlo(20), points=(1000.0,) * 31 + (1.0,), state=PARKED),  # a chance of 1/32
+        Ask(slo=DeadlineSlo(4), points=(40.0,) * 31 + (1.0,), state=PARKED),  # a chance of 1/32
         Ask(slo=DeadlineSlo(4000), mean=40, state=PARKED),
     )
-    assert order(Gmax(), *asks, is_overload=False) == [2, 3, 0, 1]
-    hopeless = Ask(slo=DeadlineSlo(20), mean=1000, state=PARKED)
-    assert order(Gmax(), hopeless, Ask(slo=BEST_EFFORT, state=PARKED), is_overload=False) == [1, 0]
+    assert order(Gmax(), *asks, is_overload=False, batch_size=2) == [2, 3, 0, 1]
+    two = (Ask(slo=DeadlineSlo(4), mean=40, state=PARKED), Ask(slo=BEST_EFFORT, state=PARKED))
+    assert order(Gmax(), *two, is_overload=False, batch_size=2) == [1, 0]
 
 
-@pytest.mark.parametrize(("due_in_s", "is_light"), [(25.0 / 0.56, False), (25.0 / 0.54, True)])
-def test_everything_fits_up_to_a_load_of_one_and_a_tenth(due_in_s: float, is_light: bool) -> None:
-    # 12.5 s in so many, and in twice as many: 0.56 + 0.56 and 0.54 + 0.54 of the engine.
+@pytest.mark.parametrize(("due_in_s", "is_light"), [(25.0 / 0.41, False), (25.0 / 0.39, True)])
+def test_everything_fits_up_to_four_fifths_of_the_engine(due_in_s: float, is_light: bool) -> None:
+    # 12.5 s in so many, and in twice as many: 0.41 + 0.41 and 0.39 + 0.39 of the engine.
     one = Ask(slo=DeadlineSlo(due_in_s), input_tokens=900, mean=200, state=PARKED)
     other = Ask(slo=DeadlineSlo(due_in_s / 2), input_tokens=1, mean=100, state=PARKED)
     assert order(Gmax(), one, other, is_overload=False) == ([1, 0] if is_light else [0, 1])
+
+
+def needs_a_third(due_in_s: float, input_tokens: int, state: int = PARKED) -> Ask:
+    """One that needs a third of the engine until then, worth the more the longer its prompt."""
+    mean = due_in_s / 3 / STEP_S
+    return Ask(slo=DeadlineSlo(due_in_s), input_tokens=input_tokens, mean=mean, state=state)
+
+
+def test_in_overload_the_best_that_fit_go_by_their_time_and_the_others_behind_by_worth() -> None:
+    asks = (
+        needs_a_third(30, 4000),
+        needs_a_third(12, 20),  # worth least
+        needs_a_third(24, 3600),
+        needs_a_third(18, 1000),
+    )
+    assert order(Gmax(), *asks, is_overload=False) == [2, 0, 3, 1]
+
+
+def test_who_runs_gives_its_place_among_those_that_fit_only_to_who_is_worth_much_more() -> None:
+    best = needs_a_third(30, 4000)
+    for rival, first in ((1100, 1), (2000, 2)):
+        asks = (best, needs_a_third(24, 1000, RUNNING), needs_a_third(24, rival))
+        assert order(Gmax(), *asks, is_overload=False)[0] == first
 
 
 def test_a_deadline_counts_with_the_square_of_the_chance_that_its_answer_fits() -> None:
@@ -214,13 +236,14 @@ def test_kv_that_must_be_built_again_makes_a_request_dearer() -> None:
 
 @both
 def test_best_effort_rises_with_every_frame_until_it_passes_a_stream(make: type[Policy]) -> None:
-    # gmax: 0.05 and 0.002 a frame, in tokens per step, against 1 and the request's 1.
+    # gmax: 0.05 of 1 token per step, against 1 and the request's 1; and 0.002 of that a frame.
     stream = Ask(slo=LatencySlo(0.125, 0.25), mean=256, state=PARKED)
-    fresh, old = (Ask(slo=BEST_EFFORT, waited=waited, state=PARKED) for waited in (0, 976))
+    beaten_at = 976 if make is PaperGmax else 488
+    fresh, old = (Ask(slo=BEST_EFFORT, waited=num, state=PARKED) for num in (0, beaten_at))
     assert order(make(), fresh, stream) == [1, 0]
     assert order(make(), old, stream) == [0, 1]
     if make is Gmax:
-        almost = Ask(slo=BEST_EFFORT, waited=974, state=PARKED)
+        almost = Ask(slo=BEST_EFFORT, waited=487, state=PARKED)
         assert order(make(), almost, stream) == [1, 0]
 
 
@@ -228,10 +251,11 @@ def test_what_is_late_rises_a_fiftieth_as_fast() -> None:
     # An average stream earns 8 tokens a second; 100 tokens are shorter than its 256.
     def score(waited: float) -> float:
         late = Ask(slo=DeadlineSlo(5), arrival_s=NOW_S - 10, waited=waited, state=PARKED)
-        return scores(Gmax(), late)[0]
+        return scores(Gmax(), late, Ask(slo=STREAM, mean=256, state=PARKED))[0]
 
     assert score(0) == pytest.approx(0.02 * 8 * 256 / 356)
-    assert score(500) - score(0) == pytest.approx(0.02 * 0.002 * 8 * 500)
+    # The best that does not fit is the stream, and earns 16 with the request's own worth.
+    assert score(500) - score(0) == pytest.approx(0.02 * 0.002 * 16 * 500)
 
 
 def test_under_another_objective_the_weights_keep_their_meaning() -> None:
