@@ -154,23 +154,35 @@ class Estimates:
     def load_shares(self) -> Floats:
         """Share of the engine that each needs from now on to be in time, in 0 to 1.
 
-        Engine seconds of the rest over the time that is left for it, of a program's call with
-        its share of what is foreseen of the program. What is late or best effort needs none.
+        Engine seconds of the rest if its answer is as long as its bound, over the time that is
+        left for it; of a program's call with its share of what is foreseen of the program. A
+        stream's prompt is over the time until its first token. What is late or best effort needs
+        none.
         """
-        rows = self.rows
-        work_s, calls = self.engine_s.copy(), self.calls
+        rows, now_s = self.rows, self.context.now_s
+        work_s = self.prefill_s + self.bound_tokens * self.token_s + self._foreseen_s
+        is_stream = rows.kind == LATENCY
+        left_s = rows.due_s - now_s
+        first = is_stream & (left_s > self.prefill_s)
+        prompt_s = np.where(first, self.prefill_s, 0.0)
+        prompt_share = prompt_s / np.where(first, left_s, 1.0)
+        left_s = left_s + np.where(is_stream, (self.mean_tokens - 1) * rows.tbt_s, 0.0)
+        share = np.minimum((work_s - prompt_s) / np.maximum(left_s, MIN_ENGINE_S), 1.0)
+        return np.where(self.has_slo & (left_s > 0), np.minimum(share + prompt_share, 1.0), 0.0)
+
+    @property
+    def _foreseen_s(self) -> Floats:
+        """Engine seconds of what is to come of a program, shared by its live calls."""
+        found, calls = np.zeros(self.rows.size), self.calls
         if calls.size:
-            program = rows.program[calls]
+            program = self.rows.program[calls]
             live = np.bincount(program, minlength=self.context.programs.num_indices)
             token_s = float(self.token_s[calls].mean())
             _, _, _, prefill_s, _ = self.context.step_time.coefficients
             column = self.context.programs.column
             rest_s = column("future_out") * token_s + column("future_new") * prefill_s
-            work_s[calls] += rest_s[program] / live[program]
-        ahead_s = np.where(rows.kind == LATENCY, (self.mean_tokens - 1) * rows.tbt_s, 0.0)
-        left_s = rows.due_s + ahead_s - self.context.now_s
-        counts = self.has_slo & (left_s > 0)
-        return np.where(counts, work_s / np.maximum(left_s, work_s), 0.0)
+            found[calls] = rest_s[program] / live[program]
+        return found
 
     def take(self, index: Ints) -> Estimates:
         """The estimates of the rows at ``index``."""

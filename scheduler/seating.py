@@ -23,6 +23,10 @@ MAX_FAILURES = 8
 MAX_FORESEEN_FRACTION = 0.25
 """Of all KV, for calls that are only expected."""
 
+LINE_SPARE_FRACTION = 0.4
+"""Of all KV, what stays free where one without KV stands in line: else who takes turns with it
+loses KV that was computed, and streams or deadlines alone lose up to a tenth of their tokens."""
+
 
 class Room:
     """KV tokens and request slots left while a plan is being made."""
@@ -159,7 +163,7 @@ class Seater:
         """Whom a part of the frame is left for, behind those that need only a part of it.
 
         Only requests that would fall behind before the frame ends, and only as far as KV,
-        the frame's tokens and the bound on moves go.
+        the frame's tokens and the bound on moves go. Who has no KV yet only where there is plenty.
 
         Args:
             wanted: tokens that each needs in the frame, shape (n,).
@@ -167,6 +171,7 @@ class Seater:
         estimates, result = self._candidates.estimates, self._result
         context = estimates.context
         budget = size * context.frame_tokens - int(wanted[result.chosen].sum())
+        spare = int(LINE_SPARE_FRACTION * self._capacity.total_kv_tokens)
         is_next = estimates.has_slo & ~estimates.is_expired
         is_next[[*result.chosen, *result.preempt, *result.no_kv]] = False
         if slack_s is not None:
@@ -177,7 +182,8 @@ class Seater:
                 return
             if wanted[index] > budget:
                 continue
-            if self._holds_kv(index) or self._room.take(self._kv_need(index)):
+            need = self._kv_need(index)
+            if self._holds_kv(index) or (self._room.fits(need + spare) and self._room.take(need)):
                 result.line.append(index)
                 budget -= int(wanted[index])
 
