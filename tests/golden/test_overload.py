@@ -41,14 +41,14 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 21911,
-    "gmax-oracle": 25538,
-    "gmax-no-analyzer": 21521,
-    "gmax-no-gmax": 18146,
-    "gmax-no-grouping": 21911,
-    "gmax-no-jit": 21943,
-    "gmax-no-adaptive-batch": 21639,
-    "gmax-paper": 20557,
+    "gmax": 22678,
+    "gmax-oracle": 25304,
+    "gmax-no-analyzer": 21395,
+    "gmax-no-gmax": 18063,
+    "gmax-no-grouping": 22678,
+    "gmax-no-jit": 22860,
+    "gmax-no-adaptive-batch": 22678,
+    "gmax-paper": 20275,
     "gmax-paper-oracle": 24628,
     "fcfs": 7123,
     "sarathi": 7123,

@@ -168,7 +168,7 @@ def test_the_estimates_of_some_rows_are_those_rows_of_all() -> None:
     [
         (Ask(slo=DeadlineSlo(25.0), state=RUNNING), 12.5 / 25),
         (Ask(slo=DeadlineSlo(5.0), state=RUNNING), 1.0),  # all of the engine, and no more
-        (Ask(slo=LatencySlo(5.0, 0.25), mean=41, state=RUNNING), 41 / 8 / (5 + 40 / 4)),
+        (Ask(slo=LatencySlo(5.0, 0.25), mean=41, bound=41, state=RUNNING), 41 / 8 / (5 + 40 / 4)),
         (Ask(slo=CompoundSlo(25.0, "p"), state=RUNNING), 12.5 / 25),
         (Ask(slo=DeadlineSlo(-1.0), state=RUNNING), 0.0),
         (Ask(), 0.0),
@@ -182,6 +182,31 @@ def test_the_load_is_the_share_of_the_engine_that_each_needs_until_it_is_due(
     assert estimates_of(ask, ask).load_shares.sum() == pytest.approx(2 * load)
 
 
+def test_the_load_is_that_of_an_answer_as_long_as_its_bound() -> None:
+    ask = Ask(slo=DeadlineSlo(50.0), mean=100, bound=200, state=RUNNING)
+    assert estimates_of(ask).load_shares.tolist() == pytest.approx([25 / 50])
+
+
+@pytest.mark.parametrize(
+    ("ask", "load"),
+    [
+        (Ask(slo=LatencySlo(4.0, 0.25), mean=41, bound=41), 1 / 4 + 41 / 8 / (4 + 40 / 4)),
+        # It cannot be in time for its first token any more, but for later ones.
+        (Ask(slo=LatencySlo(0.5, 0.25), mean=41, bound=41), (1 + 41 / 8) / (0.5 + 40 / 4)),
+        (Ask(slo=DeadlineSlo(27.0)), (1 + 12.5) / 27),
+        (
+            Ask(slo=LatencySlo(1.125, 0.125), mean=41, bound=41),
+            1.0,
+        ),  # 8/9, and more than 1/9 beside it
+    ],
+    ids=["stream", "late for its first", "deadline", "no more than all"],
+)
+def test_a_streams_prompt_is_a_load_until_its_first_token(ask: Ask, load: float) -> None:
+    step_time = StepTimeModel.known(STEP_S, prefill_s=1 / 100)  # 1 s for its 100 tokens
+    found = estimates_of(ask, step_time=step_time).load_shares.tolist()
+    assert found == pytest.approx([load])
+
+
 def test_nothing_is_no_load() -> None:
     assert estimates_of().load_shares.sum() == 0
 
@@ -190,7 +215,7 @@ def test_what_is_foreseen_of_a_program_is_load_once_however_many_of_its_calls_ar
     programs = Programs()
     outlook = ProgramOutlook(future_input_tokens=1024, future_output_tokens=20)
     rows = [
-        Ask(slo=CompoundSlo(64.0, "p"), mean=64, program=program, state=RUNNING)
+        Ask(slo=CompoundSlo(64.0, "p"), mean=64, bound=64, program=program, state=RUNNING)
         for program in [programs.join("", "p", is_final=False) for _ in range(2)]
     ]
     programs.expect("", "p", outlook)

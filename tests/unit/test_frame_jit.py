@@ -140,11 +140,29 @@ def test_where_those_that_run_need_all_of_the_frame_nobody_is_in_line() -> None:
 
 
 def test_nobody_is_in_line_whose_kv_does_not_fit_beside_those_that_run() -> None:
-    engine = jit_engine(total_kv=400)
-    engine.arrive("a", needing(4))  # 100 and the frame's 32, which leaves 268
-    engine.arrive("big", needing(3), input_tokens=240)
-    engine.arrive("small", needing(2), input_tokens=230)
+    engine = jit_engine(total_kv=1000)
+    engine.arrive("a", needing(4))  # 100 and the frame's 32, and 400 stay free: that leaves 468
+    engine.arrive("big", needing(3), input_tokens=440)
+    engine.arrive("small", needing(2), input_tokens=430)
     assert engine.plan().line == ("small",)
+
+
+def test_who_has_its_kv_stands_in_line_however_little_is_free() -> None:
+    engine = jit_engine()
+    slo = LatencySlo(LENGTH_S / 2, 2 * STEP_S)
+    engine.arrive("a", slo)
+    engine.arrive("b", slo)
+    engine.plan()
+    for _ in range(FRAME_STEPS - 1):
+        decode(engine, 1)
+        engine.tick()
+    engine.total_kv = sum(request.context_tokens for request in engine.frames.live()) + 40
+    decode(engine, 1)
+    plan = engine.plan()
+    assert (plan.kind, plan.run, plan.line) == (PlanKind.FRAME, ("b",), ("a",))
+    engine.arrive("c", LatencySlo(LENGTH_S / 2, 2 * STEP_S), input_tokens=8)
+    decode(engine, FRAME_STEPS)
+    assert engine.plan().line == ("a",)  # and not c, which has none and would fit
 
 
 def test_the_line_is_no_longer_than_the_moves_that_a_frame_has_left() -> None:
@@ -367,14 +385,14 @@ def test_under_another_policy_nobody_gives_way_before_the_next_boundary(policy: 
 
 def test_a_turn_admits_nobody_whose_kv_does_not_fit_any_more() -> None:
     engine = jit_engine(max_batch=2, total_kv=1000)
-    engine.arrive("a", needing(8), input_tokens=300)
-    engine.arrive("b", needing(8), input_tokens=300)
+    engine.arrive("a", needing(8), input_tokens=100)
+    engine.arrive("b", needing(8), input_tokens=100)
     engine.arrive("line", needing(1), input_tokens=250, max_output_tokens=1000)
     engine.frames.forecast("line", [1000.0])  # worth less per token than those of up to 100
     assert engine.plan().line == ("line",)
     decode(engine, 2)
     engine.finish("a")
-    engine.arrive("newcomer", needing(20), input_tokens=600)
+    engine.arrive("newcomer", needing(20), input_tokens=700)
     plan = engine.plan()
     assert (plan.kind, plan.admit) == (PlanKind.BACKFILL, ("newcomer",))
     for _ in range(FRAME_STEPS - 3):
