@@ -160,9 +160,6 @@ def test_who_has_its_kv_stands_in_line_however_little_is_free() -> None:
     decode(engine, 1)
     plan = engine.plan()
     assert (plan.kind, plan.run, plan.line) == (PlanKind.FRAME, ("b",), ("a",))
-    engine.arrive("c", LatencySlo(LENGTH_S / 2, 2 * STEP_S), input_tokens=8)
-    decode(engine, FRAME_STEPS)
-    assert engine.plan().line == ("a",)  # and not c, which has none and would fit
 
 
 def test_the_line_is_no_longer_than_the_moves_that_a_frame_has_left() -> None:

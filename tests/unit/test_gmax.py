@@ -137,7 +137,9 @@ def test_late_work_is_last_but_not_nothing(make: type[Policy]) -> None:
 
 
 def test_of_equals_the_more_urgent_goes_first_but_not_in_an_overload() -> None:
-    loose, tight = (Ask(slo=DeadlineSlo(due_s), mean=40, state=PARKED) for due_s in (100, 15))
+    loose, tight = (
+        Ask(slo=DeadlineSlo(due_s), mean=40, bound=40, state=PARKED) for due_s in (100, 15)
+    )
     assert order(Gmax(), loose, tight, is_overload=False) == [1, 0]
     assert len(set(scores(Gmax(), loose, tight))) == 1
     assert order(Gmax(), loose, tight) == [0, 1]
@@ -154,8 +156,8 @@ def test_while_everything_fits_the_score_is_that_of_the_time_to_spare_by_hand() 
 
 
 def test_while_everything_fits_worth_counts_for_nothing_against_time() -> None:
-    rich = Ask(slo=DeadlineSlo(400), input_tokens=50_000, mean=40, state=PARKED)
-    tight = Ask(slo=STREAM, mean=40, state=PARKED)
+    rich = Ask(slo=DeadlineSlo(400), input_tokens=50_000, mean=40, bound=40, state=PARKED)
+    tight = Ask(slo=STREAM, mean=40, bound=40, state=PARKED)
     assert order(Gmax(), rich, tight, is_overload=False) == [1, 0]
     assert order(Gmax(), rich, tight) == [0, 1]
 
@@ -175,15 +177,17 @@ def test_while_everything_fits_what_has_no_time_to_lose_goes_last() -> None:
 @pytest.mark.parametrize(("due_in_s", "is_light"), [(25.0 / 0.41, False), (25.0 / 0.39, True)])
 def test_everything_fits_up_to_four_fifths_of_the_engine(due_in_s: float, is_light: bool) -> None:
     # 12.5 s in so many, and in twice as many: 0.41 + 0.41 and 0.39 + 0.39 of the engine.
-    one = Ask(slo=DeadlineSlo(due_in_s), input_tokens=900, mean=200, state=PARKED)
-    other = Ask(slo=DeadlineSlo(due_in_s / 2), input_tokens=1, mean=100, state=PARKED)
+    one = Ask(slo=DeadlineSlo(due_in_s), input_tokens=900, mean=200, bound=200, state=PARKED)
+    other = Ask(slo=DeadlineSlo(due_in_s / 2), input_tokens=1, mean=100, bound=100, state=PARKED)
     assert order(Gmax(), one, other, is_overload=False) == ([1, 0] if is_light else [0, 1])
 
 
 def needs_a_third(due_in_s: float, input_tokens: int, state: int = PARKED) -> Ask:
     """One that needs a third of the engine until then, worth the more the longer its prompt."""
     mean = due_in_s / 3 / STEP_S
-    return Ask(slo=DeadlineSlo(due_in_s), input_tokens=input_tokens, mean=mean, state=state)
+    return Ask(
+        slo=DeadlineSlo(due_in_s), input_tokens=input_tokens, mean=mean, bound=mean, state=state
+    )
 
 
 def test_in_overload_the_best_that_fit_go_by_their_time_and_the_others_behind_by_worth() -> None:
@@ -381,8 +385,8 @@ def test_equals_do_not_take_turns_until_one_has_waited_for_long() -> None:
 
 def test_the_load_is_that_of_all_that_is_live_and_not_of_the_few_that_are_looked_at() -> None:
     # Held, 40 steps to come: both fit by themselves. The first is tighter, the second richer.
-    tight = Ask(slo=DeadlineSlo(15), input_tokens=10, mean=40, state=PARKED)
-    rich = Ask(slo=DeadlineSlo(90), input_tokens=5000, mean=40, state=PARKED)
+    tight = Ask(slo=DeadlineSlo(15), input_tokens=10, mean=40, bound=40, state=PARKED)
+    rich = Ask(slo=DeadlineSlo(90), input_tokens=5000, mean=40, bound=40, state=PARKED)
     policy = Gmax()
     assert order(policy, tight, rich, is_overload=False, is_whole=True) == [0, 1]
     assert order(policy, tight, rich, is_overload=True, is_whole=True) == [1, 0]
