@@ -89,7 +89,8 @@ class ProgramBook:
     """Running programs by tenant and id; the first call sets the deadline of all.
 
     Bounded: of too many the least recently used without a live call is forgotten, of the tenant
-    that has the most, so a program that goes quiet among very many may get a new deadline.
+    that has the most, so a program that goes quiet among very many may get a new deadline. Where
+    all others have live calls, that is the newcomer: it has its deadline and no record.
 
     Args:
         timeout_s: a program without a call for so long is over.
