@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from core.clock import MonotonicClock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 300.0
+FLUSH_LIMIT_S = 60.0
+BUSY = 400
+"""What SGLang answers to a flush while requests are live."""
+POLL_S = 0.5
 
 
 class ServerFailedError(RuntimeError):
@@ -80,6 +85,16 @@ def use_outlooks(url: str, *, is_used: bool) -> None:
     response.raise_for_status()
 
 
-def flush(url: str) -> None:
-    """Empty the prefix cache, so that no run profits from the one before."""
-    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+def flush(url: str, limit_s: float = FLUSH_LIMIT_S) -> None:
+    """Empty the prefix cache, so that no run profits from the one before.
+
+    The server refuses for as long as what a client has given up is still being ended. Raises
+    httpx.HTTPStatusError where it still does after ``limit_s``.
+    """
+    clock = MonotonicClock()
+    end_s = clock.now_s() + limit_s
+    while (response := httpx.post(f"{url}/flush_cache", timeout=60)).status_code == BUSY:
+        if clock.now_s() >= end_s:
+            break
+        threading.Event().wait(POLL_S)
+    response.raise_for_status()
