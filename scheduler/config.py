@@ -16,8 +16,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Decode steps a frame lasts at most."""
     frame_s: float = 0.5
     """Seconds a frame lasts at most: a slow engine must not decide only every 50 steps."""
-    turns_per_frame: int = 5
-    """How often in a frame those that have their tokens may give way to others."""
+    turns_per_frame: int = 0
+    """How often in a frame those that have their tokens may give way to others; 0: never."""
     displace_margin: float = 0.1
     """A running request gives way only to one better by this share (paper, appendix)."""
     max_moves_fraction: float = 0.5
@@ -44,7 +44,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {CHOICES}, got {self.policy!r}")
-        for name in ("frame_steps", "turns_per_frame", "reserve_after_frames", "starvation_frames"):
+        if self.turns_per_frame < 0:
+            raise ValueError(f"turns_per_frame must be at least 0, got {self.turns_per_frame}")
+        for name in ("frame_steps", "reserve_after_frames", "starvation_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("frame_s", "max_decode_pause_s", "program_timeout_s"):

@@ -69,6 +69,9 @@ MAX_NEW_CALLS = 1024
 EARLY_MOVES_FRACTION = 0.5
 """Of the moves that a frame has left, how many an early boundary may make."""
 
+LOOKS_PER_FRAME = 5
+"""How often in a frame it is looked whether somebody cannot wait for its end."""
+
 
 class FrameManager:
     """Owns every live request's record and plans frame by frame."""
@@ -613,7 +616,7 @@ class FrameManager:
 
     def _turn_steps(self, plan: FramePlan) -> int:
         """Steps between two chances to change places inside a frame of that many tokens."""
-        return max(1, plan.frame_tokens // self.config.turns_per_frame)
+        return max(1, plan.frame_tokens // (self.config.turns_per_frame or LOOKS_PER_FRAME))
 
     def _still_in_line(self, capacity: EngineCapacity) -> list[Request]:
         """Who is still there, has no place yet, and whose KV still fits."""

@@ -131,7 +131,7 @@ class Planner:
         tokens: dict[int, int] = {}
         if is_boundary:
             wanted = estimates.frame_tokens
-            if self._policy.traits.is_just_in_time:
+            if self._policy.traits.is_just_in_time and self._config.turns_per_frame:
                 seater.add_line(size, wanted, assessment.slack_s)
             places = [*seating.chosen, *seating.line]
             tokens = dict(zip(places, wanted[places].astype(np.int64).tolist(), strict=True))

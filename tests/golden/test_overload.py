@@ -41,15 +41,15 @@ def goodput(policy: str, rate_per_s: float, seed: int = 7) -> int:
 
 
 EXPECTED = {
-    "gmax": 22678,
-    "gmax-oracle": 25304,
-    "gmax-no-analyzer": 21395,
-    "gmax-no-gmax": 18063,
-    "gmax-no-grouping": 22678,
+    "gmax": 22860,
+    "gmax-oracle": 25301,
+    "gmax-no-analyzer": 21661,
+    "gmax-no-gmax": 17805,
+    "gmax-no-grouping": 22860,
     "gmax-no-jit": 22860,
-    "gmax-no-adaptive-batch": 22678,
-    "gmax-paper": 20275,
-    "gmax-paper-oracle": 24628,
+    "gmax-no-adaptive-batch": 22860,
+    "gmax-paper": 20977,
+    "gmax-paper-oracle": 24606,
     "fcfs": 7123,
     "sarathi": 7123,
     "priority": 7123,

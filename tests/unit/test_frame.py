@@ -813,7 +813,7 @@ def test_an_unknown_policy_changes_nothing() -> None:
         ({"fairness": math.nan}, "fairness must be between 0 and 1"),
         ({"reserve_after_frames": 0}, "reserve_after_frames must be at least 1, got 0"),
         ({"starvation_frames": 0}, "starvation_frames must be at least 1, got 0"),
-        ({"turns_per_frame": 0}, "turns_per_frame must be at least 1, got 0"),
+        ({"turns_per_frame": -1}, "turns_per_frame must be at least 0, got -1"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(bad: dict[str, Any], complaint: str) -> None:

@@ -78,6 +78,17 @@ def test_behind_one_that_needs_a_part_of_the_frame_the_next_stands_in_line() -> 
     assert (decision.move, decision.reason) == (Move.WAIT, Reason.IN_LINE)
 
 
+def test_by_default_nobody_stands_in_line() -> None:
+    engine = Engine(
+        "gmax", max_batch=1, frame_steps=FRAME_STEPS, step_time=StepTimeModel.known(STEP_S)
+    )
+    engine.arrive("a", needing(3))
+    engine.arrive("b", needing(1))
+    plan = engine.plan()
+    assert (plan.admit, plan.line) == (("a",), ())
+    assert_runs_through(engine)
+
+
 def test_the_line_is_in_the_order_of_the_ranking() -> None:
     engine = jit_engine(max_batch=4, max_moves_fraction=1.0)
     for name in "abcd":
